@@ -1,4 +1,4 @@
-"""`python gh200_diagnostic.py …`, as the seeds call it: `supertuner doctor` with the same options."""
+"""`python gh200_diagnostic.py …`, as the GH200 forks call it: `supertuner doctor` with the same options."""
 
 import sys
 

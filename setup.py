@@ -9,7 +9,7 @@ setup(
         Extension("supertuner.core._bulk_io", ["supertuner/core/_bulk_io.c"], optional=True),
         Extension(
             "supertuner.optim.automagic._automagic",
-            ["supertuner.optim.automagic._automagic.c"],
+            ["supertuner/optim/automagic/_automagic.c"],
             # No multiply-add: the result is the same on every CPU.
             extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"],
             extra_link_args=["-lm"],
@@ -17,7 +17,7 @@ setup(
         ),
         Extension(
             "supertuner.memory.overflow._overflow",
-            ["supertuner.memory.overflow._overflow.c"],
+            ["supertuner/memory/overflow/_overflow.c"],
             depends=[str(path) for path in Path("supertuner/memory/overflow").glob("_overflow*.h")],
             extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"],
             extra_link_args=["-pthread", "-ldl"],

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.harness import ClaimRow, FigureSpread, at_most, noted, report, skipped
-from tests.fakes.building import environment
+from tests.fakes.fake_libraries import environment
 
 LIVE = (10, 1_000, 100_000)
 ROUNDS = 15

@@ -24,13 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import ClaimRow, at_least, in_memory_folder, interleave, paired, report, say
 from supertuner.arena.home import ArenaHome
-from supertuner.cache.capacity import CacheLocation
-from supertuner.cache.entries import NamedTensors
-from supertuner.cache.fill import EntryIndices, EntryRequest
+from supertuner.arena.run_context import RunContext
+from supertuner.cache.entries import EntryIndices, EntryRequest, NamedTensors
 from supertuner.cache.keys import CacheNamespace
+from supertuner.cache.location import CacheLocation
 from supertuner.cache.store import CacheStore
-from supertuner.core.events import NullSink
-from supertuner.core.host import HostFacts
 
 Batch = Callable[[NDArray[np.int64]], torch.Tensor]
 
@@ -106,8 +104,8 @@ def cached(folder: Path, latents: torch.Tensor) -> Iterator[Batch]:
         for number in places.tolist():
             yield number, {"latents": latents[number]}
 
-    with CacheStore(place, space, NullSink()) as store:
-        store.fill(EntryRequest(keys, make), host=HostFacts(), progress=NullSink())
+    with CacheStore(place, space, RunContext.silent(folder)) as store:
+        store.fill(EntryRequest(keys, make))
         refs = store.find(keys)
         yield lambda numbers: store.entries.gather(refs[numbers])["latents"]
 

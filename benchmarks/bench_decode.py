@@ -24,13 +24,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.harness import ClaimRow, at_least, interleave, paired, report, say
 from supertuner.arena.home import ArenaHome, default_home
+from supertuner.arena.run_context import RunContext
 from supertuner.config.settings import data as settings
-from supertuner.core.events import NullSink
-from supertuner.core.host import HostFacts
 from supertuner.data.batching.decoder_pool import DecoderPool
 from supertuner.data.batching.prefetch import BatchPrefetcher
-from supertuner.data.batching.resize import ResizeFilter, crop_box
 from supertuner.data.corpus import Corpus, build_corpus
+from supertuner.data.decode.resize import ResizeFilter, crop_box
 from supertuner.data.ordering.micro_batches import single_micro_batch
 from supertuner.data.staging.stager import DatasetStager
 
@@ -111,11 +110,10 @@ def ours(corpus: Corpus, decoders: DecoderPool) -> Callable[[], None]:
 
 
 def race(name: str, by: ResizeFilter, folder: Path, home: Path) -> ClaimRow:
-    silence = NullSink()
     dataset = settings.DatasetSettings(
         id="bench", instance_data_dir=folder, resolution=(SIDE,), max_aspect_ratio=1.0, resize_filter=by
     )
-    _, staged = DatasetStager(ArenaHome(home), HostFacts(), silence, silence).open(dataset)
+    _, staged = DatasetStager(ArenaHome(home), RunContext.silent(home)).open(dataset)
     corpus = build_corpus([(dataset, staged)], seed=0, batch_size=BATCH)
     with staged, DecoderPool(corpus, CPUS) as decoders:
         rivals = {"ours": ours(corpus, decoders), "DataLoader": peer(folder, by)}

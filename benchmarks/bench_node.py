@@ -19,12 +19,11 @@ from benchmarks.harness import ClaimRow, FigureSpread, at_most, in_memory_folder
 from benchmarks.node_faults import gathered
 from supertuner.arena.home import ArenaHome
 from supertuner.arena.node_peers import NodePeers, join_node_peers
-from supertuner.core.events import NullSink
-from supertuner.core.host import HostFacts
+from supertuner.arena.run_context import RunContext
 from supertuner.data.corpus_loader import open_corpus
 from supertuner.data.ordering.micro_batches import single_micro_batch
 from supertuner.data.staging.follower import announce_staged, follow_staging
-from supertuner.train.encoding.encoded_corpus import open_encoded_corpus
+from supertuner.train.encoding.corpus_caches import open_encoded_corpus
 
 MILLION = 1_000_000
 CACHED = 100_000
@@ -50,24 +49,16 @@ def own_mb(home: Path) -> float:
 
 def rank(folder: Path, number: int, count: int) -> dict[str, float]:
     """One rank: what opening the data and using them took of its own memory, and how long the opening took."""
-    config, host, silence = large_set.config_of(folder), HostFacts(), NullSink()
+    config = large_set.config_of(folder)
     home, encoding = ArenaHome(folder / "home"), large_set.encoding_of()
     gc.collect()
     before = own_mb(home.path)
     with join_node_peers(home, "bench", number, count, partial(gathered, folder, "met", count)) as peers:
         begin = time.perf_counter()
+        context = RunContext.silent(folder / "runs").with_peers(peers)
         with (
-            open_corpus(config, host=host, sink=silence, progress=silence, peers=peers) as corpus,
-            open_encoded_corpus(
-                config,
-                corpus,
-                encoding,
-                run_folder=folder / "runs",
-                host=host,
-                sink=silence,
-                progress=silence,
-                peers=peers,
-            ) as encoded,
+            open_corpus(config, context) as corpus,
+            open_encoded_corpus(config, corpus, encoding, context) as encoded,
         ):
             opened_s = time.perf_counter() - begin
             for at, draws in enumerate(corpus.order.batches()):
@@ -112,7 +103,8 @@ def attach_rows() -> list[ClaimRow]:
             for _ in range(ATTACHES):
                 gc.collect()
                 begin = time.perf_counter()
-                staged = follow_staging(home, dataset.id, "on_demand", NodePeers(1, 2, room), NullSink())
+                context = RunContext.silent(folder).with_peers(NodePeers(1, 2, room))
+                staged = follow_staging(home, dataset.id, "on_demand", context)
                 taken.append((time.perf_counter() - begin) * 1e3)
                 staged.close()
     spread = FigureSpread(sorted(taken)[len(taken) // 2], min(taken), max(taken))

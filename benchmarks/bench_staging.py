@@ -26,8 +26,8 @@ import numpy as np
 
 from benchmarks.harness import ClaimRow, FigureSpread, at_least, at_most, report, say
 from supertuner.arena.home import ArenaHome, default_home
+from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.data import DatasetSettings
-from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
 from supertuner.core.types import bytes_text
 from supertuner.data.staging.stager import DatasetStager
@@ -81,9 +81,8 @@ def read_all(folder: Path, threads: int, read: Callable[[str], bytes]) -> list[b
 
 
 def stage(folder: Path, home: Path, threads: int, files: int) -> int:
-    silence = NullSink()
     dataset = DatasetSettings(id="bench", instance_data_dir=folder, in_memory={"num_workers": threads})  # type: ignore[arg-type]
-    result = DatasetStager(ArenaHome(home), HostFacts(), silence, silence).stage(dataset)
+    result = DatasetStager(ArenaHome(home), RunContext.silent(home)).stage(dataset)
     assert result.files == files and not result.reused, result
     return result.stored_bytes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.harness import ClaimRow, FigureSpread, at_most, in_memory_folder, report, say
 from benchmarks.runs import write_config
-from supertuner.train.run.loss_log import read_losses
+from supertuner.runs.loss_files import read_losses
 
 ROUNDS = 5
 LIMIT_S = 3.0

@@ -23,29 +23,25 @@ def measured() -> dict[str, float]:
     from supertuner.config.settings.run_config import RunConfig
     from supertuner.core.events import NullSink
     from supertuner.models.published_models import describe_model
-    from supertuner.plan.trace import cached_traces as remembered
+    from supertuner.plan.trace.cached_traces import CachedTraces
     from supertuner.plan.trace.cuda_kernels import CudaDevice
     from supertuner.plan.trace.encoder_shapes import EncoderShapeProbe
     from supertuner.plan.trace.trace_store import TraceCache, program_versions
 
     config = RunConfig.model_validate({"model": {"family": "wan2.2", "path": NAME}})
     family, model, _ = describe_model(config.model)
-    shape, device = EncoderShapeProbe(config, family, model).batch_shape(1, MEDIA), CudaDevice()
+    shape = EncoderShapeProbe(config, family, model).batch_shape(1, MEDIA)
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        kept = TraceCache(Path(folder), program_versions(), NullSink())
-
-        def trained(checkpointing: bool) -> Callable[[], object]:
-            return lambda: remembered.cached_training_trace(
-                kept, config, family, model, model.experts[0], shape, checkpointing=checkpointing, device=device
-            )
-
+        cache = TraceCache(Path(folder), program_versions(), NullSink())
+        traces = CachedTraces(cache, config, family, model, CudaDevice())
+        expert = model.experts[0]
         phases: dict[str, Callable[[], object]] = {
-            "encode media": lambda: remembered.cached_media_trace(kept, family, model, MEDIA, device=device),
-            "encode text": lambda: remembered.cached_text_trace(kept, config, family, model, device=device),
-            "train, all kept": trained(False),
-            "train, all recomputed": trained(True),
-            "sample": lambda: remembered.cached_sampling_trace(kept, config, family, model, shape, device=device),
+            "encode media": lambda: traces.media(MEDIA),
+            "encode text": traces.text,
+            "train, all kept": lambda: traces.training(expert, shape, checkpointing=False),
+            "train, all recomputed": lambda: traces.training(expert, shape, checkpointing=True),
+            "sample": lambda: traces.sampling(shape),
         }
         for name, phase in phases.items():
             begin = time.process_time()

@@ -9,27 +9,24 @@ import dataclasses
 import math
 from collections.abc import Generator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from supertuner.arena.home import ArenaHome
-from supertuner.cache.entries import NamedTensors
-from supertuner.cache.fill import EntryIndices, EntryRequest
+from supertuner.arena.run_context import RunContext
+from supertuner.cache.entries import EntryIndices, EntryRequest, NamedTensors
+from supertuner.cache.location import cache_placement
 from supertuner.cache.store import CacheStore
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.config.settings.run_config import RunConfig
-from supertuner.core.events import NullSink
-from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
 from supertuner.data.corpus_loader import open_corpus
-from supertuner.data.staged_dataset import SET_ASIDE_TABLE
 from supertuner.data.staging.columns import CAPTION_BYTES, CAPTION_INDEX, CAPTION_OFFSETS, COLUMNS
 from supertuner.data.staging.fingerprint import STAGED_VERSION, origin_digest
+from supertuner.data.staging.staged_dataset import SET_ASIDE_TABLE
 from supertuner.models.spec import Family, ModelDescription
-from supertuner.train.encoding.cache_dirs import cache_placement
 from supertuner.train.encoding.cache_plan import CACHE_KINDS, build_cache_plan, cache_requirements
 from supertuner.train.encoding.encoders import EncoderFingerprints, EncodingSpec
 
@@ -74,24 +71,23 @@ def stage(home: ArenaHome, dataset: DatasetSettings, count: int) -> str:
 
 def fill_caches(config: RunConfig) -> None:
     """Every entry that a run on the staged samples needs."""
-    host, silence, encoding = HostFacts(), NullSink(), encoding_of()
-    with open_corpus(config, host=host, sink=silence, progress=silence) as corpus:
+    context, encoding = RunContext.silent(config.run.output_dir), encoding_of()
+    with open_corpus(config, context) as corpus:
         needs = cache_requirements(config, corpus, encoding.fingerprints, encoding.dtype)
         plan = build_cache_plan(needs)
         for what in CACHE_KINDS:
             kept = cache_placement("unified_memory", config, config.run.output_dir, "until_removed").primary
             shape = LATENTS if what == "latents" else (0,)
-            with CacheStore(kept, needs.namespace(what), silence) as store:
-                store.fill(EntryRequest(plan.keys(what), _StubEntries(shape).make), host=host, progress=silence)
+            with CacheStore(kept, needs.namespace(what), context) as store:
+                store.fill(EntryRequest(plan.keys(what), _StubEntries(shape).make))
 
 
 def encoding_of() -> EncodingSpec:
-    """Encoders that are never asked for anything."""
-    stub: Any = SimpleNamespace(why_not=lambda model, shape: None, kinds=frozenset({"image"}), edits=False)
+    """A stub: nothing is ever encoded with it."""
     family, model = Family.__new__(Family), ModelDescription.__new__(ModelDescription)
-    object.__setattr__(family, "why_not", stub.why_not)
-    for field in ("kinds", "edits"):
-        object.__setattr__(model, field, getattr(stub, field))
+    object.__setattr__(family, "unsupported_reason", lambda model, shape: None)
+    object.__setattr__(model, "media_kinds", frozenset({"image"}))
+    object.__setattr__(model, "edits_images", False)
     return EncodingSpec(family, model, EncoderFingerprints("media", "text"), torch.device("cpu"), torch.bfloat16)
 
 

@@ -16,15 +16,13 @@ import torch
 from benchmarks import large_set
 from supertuner.arena.home import ArenaHome
 from supertuner.arena.node_peers import NodePeers, join_node_peers
-from supertuner.cache.entries import NamedTensors
-from supertuner.cache.fill import EntryIndices, EntryRequest
+from supertuner.arena.run_context import RunContext
+from supertuner.cache.entries import EntryIndices, EntryRequest, NamedTensors
 from supertuner.cache.keys import CacheNamespace
+from supertuner.cache.location import cache_placement
 from supertuner.cache.store import CacheStore
 from supertuner.core.errors import PeerError
-from supertuner.core.events import NullSink
-from supertuner.core.host import HostFacts
 from supertuner.data.staging.follower import follow_staging
-from supertuner.train.encoding.cache_dirs import cache_placement
 
 RANKS = 3
 KINDS = ("stager", "encoder")
@@ -48,7 +46,7 @@ def stager(folder: Path, peers: NodePeers) -> None:
     """The first never says that the dataset is there."""
     if peers.is_first:
         for_ever(folder)
-    follow_staging(ArenaHome(folder / "home"), "large", "on_demand", peers, NullSink())
+    follow_staging(ArenaHome(folder / "home"), "large", "on_demand", RunContext.silent(folder).with_peers(peers))
 
 
 def encoder(folder: Path, peers: NodePeers) -> None:
@@ -63,9 +61,9 @@ def encoder(folder: Path, peers: NodePeers) -> None:
 
     place = cache_placement("unified_memory", large_set.config_of(folder), folder, "run").primary
     space = CacheNamespace("latents", "encoder", "float32")
-    with CacheStore(place, space, NullSink()) as store:
+    with CacheStore(place, space, RunContext.silent(folder).with_peers(peers)) as store:
         keys = space.entry_keys(str(number).encode() for number in range(200))
-        store.fill(EntryRequest(keys, make), host=HostFacts(), progress=NullSink(), peers=peers)
+        store.fill(EntryRequest(keys, make))
 
 
 def rank(kind: str, folder: Path, number: int) -> int:

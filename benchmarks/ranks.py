@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class _AlternatingSink:
     """A sink of the run: after every `TURN` steps of ours it is the other's turn, in the middle of the training."""
 
     def __init__(self, run: TrainingRun, bare: Callable[[], None]) -> None:
-        self._sink, self._parallel, self._bare = run.sink, run.process_group, bare
+        self._sink, self._parallel, self._bare = run.context.sink, run.process_group, bare
         self.times: dict[str, list[float]] = {who: [] for who in RIVALS}
         self._steps = 0
         self._begun = time.perf_counter()
@@ -120,7 +121,7 @@ def measure(run: TrainingRun, bare: Callable[[int], None], micro: int, answer: P
     from supertuner.train.loop import train
 
     turns = _AlternatingSink(run, lambda: bare(micro))
-    run.sink = turns
+    run.context = replace(run.context, sink=turns)
     gc.disable()
     train(run)
     gc.enable()
@@ -151,12 +152,13 @@ def opened_run(
     name: str, folder: Path, place: LauncherEnvironment, micro: int, **settings: Any
 ) -> Iterator[TrainingRun]:
     """The run of one of several processes, with every report that a user gets by default."""
+    from supertuner.arena.run_context import RunContext
     from supertuner.config.sources.load import load_config
-    from supertuner.distributed.setup import open_process_group
+    from supertuner.distributed.torch_process_group import open_process_group
     from supertuner.distributed.watchdog.heartbeat import Heartbeat, HeartbeatProgress, HeartbeatSink
     from supertuner.tools.session import open_session
     from supertuner.tools.training import open_report_sinks
-    from supertuner.train.setup import RunContext, open_run
+    from supertuner.train.setup import open_run
 
     torch.set_num_threads(1)
     config = folder / f"{name}.json"
@@ -176,8 +178,8 @@ def opened_run(
         parallel = enter(open_process_group(loaded.config.parallel, place, torch.device("cpu"), pulse))
         work = enter(open_session(loaded, place))
         sink = HeartbeatSink(open_report_sinks(work, opened), pulse)
-        outside = RunContext(sink, HeartbeatProgress(work.console, pulse), work.host)
-        yield enter(open_run(work.config, work.path.name, work.path, outside, process_group=parallel))
+        context = RunContext(work.run_dir, sink, HeartbeatProgress(work.console, pulse), work.host)
+        yield enter(open_run(work.config, context, process_group=parallel))
 
 
 @contextmanager

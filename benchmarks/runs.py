@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.load import load_config
 from supertuner.models.spec import Tensors
 from supertuner.optim.optimizer_registry import build_optimizer
@@ -20,7 +21,7 @@ from supertuner.step.window import ExpertState
 from supertuner.tools.session import RunSession, open_session
 from supertuner.tools.training import open_report_sinks
 from supertuner.train.run.training_run import TrainingRun
-from supertuner.train.setup import RunContext, open_run
+from supertuner.train.setup import open_run
 
 SIDE = 256
 PICTURES = 32
@@ -77,8 +78,8 @@ def opened(config: Path) -> Iterator[tuple[RunSession, TrainingRun]]:
     from contextlib import ExitStack
 
     with open_session(load_config(config)) as work, ExitStack() as reports:
-        outside = RunContext(open_report_sinks(work, reports), work.console, work.host)
-        with open_run(work.config, "bench", work.run_dir, outside) as run:
+        context = RunContext(work.run_dir, open_report_sinks(work, reports), work.console, work.host)
+        with open_run(work.config, context) as run:
             yield work, run
 
 

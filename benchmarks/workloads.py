@@ -109,7 +109,7 @@ def trace(name: str) -> StepTable:
     shape = EncoderShapeProbe(config, family, model).batch_shape(one.samples, one.media, one.picture)
     expert = selected_experts(config, model)[0]
     found = build_step_table(
-        trace_training_step(config, family, model, expert, shape, checkpointing=False, device=CudaDevice())
+        trace_training_step(config, family, model, expert, shape, device=CudaDevice())
     )
     other = found.weight_bytes + sum(block.state_bytes for block in found.blocks)
     return replace(found, idle_bytes=other if one.both_experts else 0)

@@ -27,7 +27,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import nn
 
-from supertuner.models.families.tiny_text import umt5_encoder, unigram_tokenizer
+from supertuner.models.families.tiny_pipelines import umt5_encoder, unigram_tokenizer
 from supertuner.tools import shapes
 
 PARTS = ("vae", "transformer", "transformer_2")

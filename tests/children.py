@@ -12,7 +12,7 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["tests.cache.encoding", "tests.distributed.warm"])
+_server.set_forkserver_preload(["tests.train.encoding.encoding_helpers", "tests.distributed.warm"])
 
 
 def begin(work: Callable[..., None], *of: object) -> ForkServerProcess:

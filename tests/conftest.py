@@ -1,16 +1,24 @@
-"""What holds for the whole suite: Ctrl-C works in tests of it, and garbage is looked for only among what the running
-test made.
+"""Hooks of the whole suite: which tests apply here, signal handlers for tests of Ctrl-C, and cheap garbage collection.
 
-A shell starts its background jobs deaf to SIGINT, nohup its command to SIGHUP, and children inherit that.
+A test that cannot apply to this machine is deselected, not skipped: it carries `@pytest.mark.requires(condition,
+reason="…")`, and the header of the session lists the reasons. A skip therefore means that something is missing that can
+be installed (a compiler, strace, a mount).
 
-Runs collect garbage whenever they drop a model. With all libraries imported that means to look through millions of
-objects which are none, each time: a third of the suite's time. So what lives when a test begins is set aside.
+A shell starts its background jobs with SIGINT ignored, nohup starts its command with SIGHUP ignored, and children
+inherit that; tests of Ctrl-C and of a closed terminal need the default handlers.
+
+Training collects garbage whenever it drops a model. With all libraries imported, each collection would traverse millions
+of live objects, which took a third of the suite's time. Therefore objects that are alive when a test begins are frozen
+(`gc.freeze`), and a collection looks only at objects that the test created.
 """
 
 from __future__ import annotations
 
 import gc
 import signal
+from collections import Counter
+
+import pytest
 
 
 def pytest_configure() -> None:
@@ -19,15 +27,42 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests whose `requires` condition is false."""
+    reasons = {item: reason for item in items if (reason := _unmet_requirement(item)) is not None}
+    if reasons:
+        items[:] = [item for item in items if item not in reasons]
+        config.hook.pytest_deselected(items=list(reasons))
+        config.stash[DESELECTED] = Counter(reasons.values())
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    return [f"{count} deselected: {reason}" for reason, count in config.stash.get(DESELECTED, Counter()).items()]
+
+
 def pytest_collection_finish() -> None:
-    """What was imported to get here stays: nobody need look through it again, on the phantom either."""
+    """Freeze everything that importing the tests created."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_logstart(nodeid: str, location: tuple[str, int | None, str]) -> None:
-    """Before anything of a test is made: what earlier ones left is freed, and what lives on is not looked at again.
-    On the phantom it is: its tests count what is left of memory, and what is set aside is never freed."""
+    """Before a test creates anything: free what earlier tests left, and freeze what is still alive.
+
+    Tests on the phantom measure remaining memory, and frozen objects are never freed; there nothing is frozen.
+    """
     gc.collect()
     if not nodeid.startswith("tests/phantom"):
         gc.freeze()
+
+
+def _unmet_requirement(item: pytest.Item) -> str | None:
+    """The reason of the first `requires` marker whose condition is false; None if the test applies here."""
+    for marker in item.iter_markers("requires"):
+        (condition,) = marker.args
+        if not condition:
+            return str(marker.kwargs["reason"])
+    return None
+
+
+DESELECTED = pytest.StashKey[Counter[str]]()

@@ -1,4 +1,4 @@
-"""What state an arena's folder is in and whether its time is over, told by its files and locks; changes nothing."""
+"""Describes the state of an arena folder and whether it has expired, from its files and locks; changes nothing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class ArenaInfo:
     name: str
     state: Literal["sealed", "building", "remains", "damaged"]
     nbytes: int
-    """Bytes really taken."""
+    """Bytes that the files occupy."""
     units: int | None = None
-    """None while it is not sealed."""
+    """None unless the arena is sealed."""
     created: float | None = None
     life: ArenaLifetime | None = None
     users: bool = False
-    """Whether anyone builds it or is attached."""
+    """Whether a process builds it or is attached."""
     meta: Mapping[str, JSON] | None = None
     problem: str = ""
 
@@ -35,7 +35,9 @@ def describe_arena(folder: ArenaFolder) -> ArenaInfo:
     name, nbytes, users = folder.path.name, folder.stored_bytes(), locks.is_held(folder.fd)
     foreign_name = folder.find_foreign_name()
     if foreign_name is not None:
-        return ArenaInfo(name, "damaged", nbytes, problem=f"{folder.path}: is not an arena: it holds {foreign_name!r}")
+        return ArenaInfo(
+            name, "damaged", nbytes, problem=f"{folder.path}: is not an arena: it contains {foreign_name!r}"
+        )
     try:
         if folder.has(INDEX_FILE):
             head, catalog = open_sealed(folder)
@@ -50,11 +52,11 @@ def describe_arena(folder: ArenaFolder) -> ArenaInfo:
 
 
 def has_expired(folder: ArenaFolder, now: float) -> bool:
-    """Whether an arena that nobody has open should go: remains of a dead builder, or a life that is over."""
-    if not folder.names():  # not even a lock of a builder: nothing says that it is ours, and it takes no room
+    """Whether an arena that no process uses should be deleted: a dead builder left it, or its lifetime is over."""
+    if not folder.names():  # No builder's lock file: nothing shows that the folder is ours, and it takes no space.
         return False
     head = try_read_head(folder)
-    if head is None:  # a sealed arena with a damaged head is the user's to remove; unsealed, nothing of it can be used
+    if head is None:  # A sealed arena with a damaged head is for the user to remove; an unsealed one cannot be used.
         return not folder.has(INDEX_FILE)
     if not isinstance(head.life, str) and now > head.created + head.life * 3600:
         return True
@@ -62,7 +64,7 @@ def has_expired(folder: ArenaFolder, now: float) -> bool:
 
 
 def try_read_head(folder: ArenaFolder) -> ArenaHead | None:
-    """The head, or None where a build had not come so far or it cannot be trusted."""
+    """The head, or None if the build had not written it yet or it is damaged."""
     try:
         return read_head(folder)
     except ArenaDamagedError:

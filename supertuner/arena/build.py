@@ -1,4 +1,4 @@
-"""An arena being built: by one owner and any number of writers, until it is sealed, or abandoned and gone."""
+"""An arena under construction: one owner and any number of writers, until it is sealed, or abandoned and deleted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SEAL_WAIT_S = 60.0
 
 
 class BuildParticipant:
-    """This process's writers in an arena that is being built here or by another process."""
+    """This process's writers in an arena that this or another process is building."""
 
     def __init__(self, folder: ArenaFolder, head: ArenaHead) -> None:
         self._folder = folder
@@ -41,19 +41,19 @@ class BuildParticipant:
         return self._folder.path.name
 
     def open_writer(self) -> SegmentWriter:
-        """A segment of its own; one per thread."""
+        """Open a new segment for writing; use one writer per thread."""
         return self._open_writer(UNIT_SEGMENT)
 
     def committed_keys(self) -> frozenset[str]:
-        """Keys of all units committed so far, by any process."""
+        """Keys of all units that any process has committed so far."""
         return frozenset(key.decode() for key in committed_keys(self._folder, self._head.uuid))
 
     def stored_bytes(self) -> int:
-        """Bytes that the arena takes so far, all segments: pages, not lengths."""
+        """Bytes that all segments occupy so far: allocated pages, not file lengths."""
         return self._folder.stored_bytes()
 
     def close(self) -> None:
-        """Close the writers. What they committed stays with the build."""
+        """Close the writers. Their committed units stay in the build."""
         with self._lock:
             for writer in self._writers:
                 writer.close()
@@ -75,9 +75,9 @@ class BuildParticipant:
 
 
 class ArenaBuild(BuildParticipant):
-    """The owner's side. Leaving it without `seal()` abandons it and leaves nothing behind.
+    """The owner's view of a build. Leaving it without `seal()` abandons the build and deletes everything.
 
-    A resumable build is kept instead: the next `Home.build(name, resume=True)` goes on with its committed units.
+    A resumable build is kept instead: the next `ArenaHome.build(name, resume=True)` continues with its committed units.
     """
 
     def __init__(self, folder: ArenaFolder, builder: int, head: ArenaHead) -> None:
@@ -87,7 +87,7 @@ class ArenaBuild(BuildParticipant):
         self._sealed = False
 
     def put_table(self, name: str, array: NDArray[Any]) -> None:
-        """Add a column of the whole dataset; `Reader.table(name)` maps it."""
+        """Add a column of the whole dataset; `ArenaReader.table(name)` maps it."""
         assert isinstance(array, np.ndarray), type(array)
         if self._table_writer is None:
             self._table_writer = self._open_writer(TABLE_SEGMENT)
@@ -95,12 +95,12 @@ class ArenaBuild(BuildParticipant):
             unit.put("table", array)
 
     def seal(self, meta: Mapping[str, JSON] | None = None) -> None:
-        """Make the arena readable, complete and for good. Units are numbered in bytewise order of their keys.
+        """Make the arena readable and immutable. Units are numbered in bytewise order of their keys.
 
-        Closes this process's writers; ArenaBusy while another process still has one. Until the `with` block is left
-        nobody can remove the arena: attach inside it.
+        Closes this process's writers; raises ArenaBusyError while another process still has one open. The arena cannot
+        be removed until the `with` block ends: attach to it inside the block.
         """
-        assert not self._sealed and self._folder.fd >= 0, "sealed or closed already"
+        assert not self._sealed and self._folder.fd >= 0, "already sealed or closed"
         with self._lock:
             for writer in self._writers:
                 assert writer._open_unit is None, (
@@ -110,7 +110,9 @@ class ArenaBuild(BuildParticipant):
         head_fd = self._folder.open_file(HEAD_FILE)
         try:
             if not locks.lock(head_fd, exclusive=True, wait_s=_SEAL_WAIT_S):
-                raise ArenaBusyError(f"{self._folder.path}: a writer of another process is stuck while opening")
+                raise ArenaBusyError(
+                    f"{self._folder.path}: another process does not finish opening a writer; end it and seal again"
+                )
             self._seal_locked(meta or {})
         finally:
             os.close(head_fd)
@@ -131,9 +133,9 @@ class ArenaBuild(BuildParticipant):
             self._folder.unlink(segment_name(number, "journal"))
 
     def abandon(self) -> None:
-        """Remove everything, committed units too. Other processes' writers learn it at their next commit."""
-        assert not self._sealed, "a sealed arena is removed by Home.remove"
-        if self._folder.fd >= 0 and os.getpid() == self._pid:  # in a forked child the build is the parent's
+        """Delete everything, including committed units. Writers of other processes fail at their next commit."""
+        assert not self._sealed, "a sealed arena is removed with ArenaHome.remove"
+        if self._folder.fd >= 0 and os.getpid() == self._pid:  # in a forked child the build belongs to the parent
             with self._lock:
                 for writer in self._writers:
                     writer.close()
@@ -157,11 +159,11 @@ class ArenaBuild(BuildParticipant):
 
 
 def _sorted_units(folder: ArenaFolder, catalog_builder: CatalogBuilder) -> list[int]:
-    """Units in bytewise order of their keys, which must differ."""
+    """Unit numbers in bytewise order of their keys. Raises ArenaError if a key occurs twice."""
     keys = catalog_builder.keys
     order = sorted(range(len(keys)), key=keys.__getitem__)
     for before, after in pairwise(order):
         if keys[before] == keys[after]:
             text = keys[after].decode(errors="replace")
-            raise ArenaError(f"{folder.path}: the key {text!r} was committed twice; a key names one unit")
+            raise ArenaError(f"{folder.path}: the key {text!r} was committed twice; keys must be unique")
     return order

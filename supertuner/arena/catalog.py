@@ -1,7 +1,7 @@
-"""What an arena holds, as columns: the one form in which readers, sealed or live, find their records.
+"""The contents of an arena as columns: the form in which both sealed and live readers look up records.
 
-All segments form one range of addresses, each beginning on a 64 KiB boundary; `offset` is a place in that range.
-Records are in the order of their addresses, units in the order of their numbers.
+All segments form one address range, each beginning on a 64 KiB boundary; `offset` is a position in that range. Records
+are ordered by address, units by number.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class ArenaSegment:
     kind: int
     records: int
     nbytes: int
-    """Length of its data file."""
+    """Length of its data file in bytes."""
     base: int
-    """Where it begins in the arena's addresses."""
+    """Where the segment begins in the arena's address range."""
 
 
 class KeyLookup(Protocol):
@@ -61,14 +61,14 @@ class ArenaCatalog:
     kind: U32
     kinds: NDArray[np.void]
     fields: Mapping[str, U32]
-    """Per field: the record of each unit, or ABSENT."""
+    """Per field, the record number of each unit, or ABSENT."""
     keys: KeyLookup
     tables: Mapping[str, int] = field(default_factory=dict)
     meta: Mapping[str, JSON] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
-        """Length of the arena's addresses."""
+        """Length of the arena's address range in bytes."""
         return next_segment_base(self.segments[-1].base, self.segments[-1].nbytes) if self.segments else BIG_PAGE
 
     def record_kind(self, kind_number: int) -> RecordKind:
@@ -84,12 +84,12 @@ class ArenaCatalog:
 
 
 def next_segment_base(base: int, nbytes: int) -> int:
-    """Where the segment after one at `base` begins."""
+    """Where the segment that follows one at `base` begins."""
     return round_up(base + nbytes, BIG_PAGE)
 
 
 class SortedKeys:
-    """Keys in bytewise order, in place in the index: finding one is a binary search and takes no memory."""
+    """Keys in bytewise order, read in place from the index: a lookup is a binary search and allocates no table."""
 
     def __init__(self, ends: memoryview, key_bytes: memoryview) -> None:
         self._ends = ends
@@ -106,7 +106,7 @@ class SortedKeys:
         return unit if unit < len(self._ends) and self.key_at(unit) == key else None
 
     def fixed_width_array(self, nbytes: int) -> NDArray[np.bytes_] | None:
-        """All keys as one array, in place; None unless each of them has `nbytes` bytes."""
+        """All keys as one array without a copy; None unless every key has `nbytes` bytes."""
         ends = np.frombuffer(self._ends, np.uint64)
         if not np.array_equal(ends, np.arange(1, len(ends) + 1, dtype=np.uint64) * np.uint64(nbytes)):
             return None
@@ -114,7 +114,7 @@ class SortedKeys:
 
 
 class ListedKeys:
-    """Keys in the order in which they were found; for arenas that still grow."""
+    """Keys in the order of discovery, for arenas that are still growing."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         self._keys = keys
@@ -145,7 +145,7 @@ class SegmentColumns:
 
 
 class CatalogBuilder:
-    """Journal entries of all segments, gathered as columns while they are read."""
+    """Collects the journal entries of all segments as columns while they are read."""
 
     def __init__(self, uuid: bytes) -> None:
         self.uuid = uuid
@@ -160,7 +160,7 @@ class CatalogBuilder:
         return self.segments[-1]
 
     def add(self, segment: SegmentColumns, segment_index: int, entry: JournalEntry) -> None:
-        """Take a committed unit (or table) of the segment that is `order`-th here."""
+        """Add a committed unit (or table) of the segment with position `segment_index` in `self.segments`."""
         if segment.kind == TABLE_SEGMENT:
             self.tables[entry.key.decode()] = (segment_index, len(segment))
         unit = len(self.keys)
@@ -182,7 +182,7 @@ class CatalogBuilder:
             self.keys.append(entry.key)
 
     def build(self, keys: KeyLookup, unit_order: NDArray[np.intp] | None = None) -> ArenaCatalog:
-        """The columns; with `order`, units are renumbered: the first is the one that was `order[0]`."""
+        """Build the catalog. With `unit_order`, units are renumbered: new unit i is the former unit `unit_order[i]`."""
         bases, firsts, base, first = [], [], 0, 0
         for s in self.segments:
             bases.append(base)
@@ -211,7 +211,7 @@ class CatalogBuilder:
         try:
             return name.decode()
         except UnicodeDecodeError as error:
-            raise ArenaDamagedError("journal", f"a field's name is not UTF-8: {name!r}") from error
+            raise ArenaDamagedError("journal", f"a field name is not UTF-8: {name!r}") from error
 
     def _column(self, name: bytes, firsts: list[int], unit_order: NDArray[np.intp] | None) -> U32:
         units, orders, records = self._fields[name]

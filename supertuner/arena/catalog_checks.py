@@ -1,6 +1,8 @@
-"""Whether a catalog can be true: every record inside its segment, aligned, apart from the others, of a possible kind.
+"""Checks that a catalog is consistent: every record inside its segment, aligned, disjoint from the others, of a valid
+kind.
 
-Runs at every open over a million records in milliseconds, in chunks that stay in the cache and leave no memory behind.
+Runs at every open, over a million records in milliseconds, in chunks that fit the CPU cache and need no large
+temporaries.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _MAX_KINDS_UNPACKED = 4096
 
 
 def check_catalog(file: object, catalog: ArenaCatalog) -> None:
-    """Raise ArenaDamaged naming `file` and the first record that cannot be."""
+    """Raise ArenaDamagedError with `file` and the first invalid record."""
     _check_segments(file, catalog)
     kinds = _check_kinds(file, catalog.kinds)
     first = 0
@@ -34,12 +36,14 @@ def check_catalog(file: object, catalog: ArenaCatalog) -> None:
 def _check_segments(file: object, catalog: ArenaCatalog) -> None:
     numbers = [s.number for s in catalog.segments]
     if len(numbers) != len(set(numbers)):
-        raise ArenaDamagedError(file, "names a segment twice")
+        raise ArenaDamagedError(file, "lists a segment twice")
     for segment in catalog.segments:
         if segment.nbytes < PAGE or segment.nbytes > MAX_NBYTES or segment.base + segment.nbytes > MAX_NBYTES:
-            raise ArenaDamagedError(file, f"states {segment.nbytes} bytes for segment {segment.number}")
+            raise ArenaDamagedError(
+                file, f"lists an impossible size of {segment.nbytes} bytes for segment {segment.number}"
+            )
     if sum(s.records for s in catalog.segments) != len(catalog.offset):
-        raise ArenaDamagedError(file, "its segments do not hold as many records as it lists")
+        raise ArenaDamagedError(file, "the record counts of its segments do not add up to the records it lists")
 
 
 def _check_records(file: object, catalog: ArenaCatalog, segment: ArenaSegment, first: int) -> None:
@@ -48,6 +52,8 @@ def _check_records(file: object, catalog: ArenaCatalog, segment: ArenaSegment, f
     for begin in range(first, first + segment.records, _CHUNK_RECORDS):
         end = min(begin + _CHUNK_RECORDS, first + segment.records)
         offset, nbytes = catalog.offset[begin:end], catalog.nbytes[begin:end]
+        # Each test first reduces the chunk to one number (min, max, bitwise or) and builds a mask only to find the
+        # first invalid record, so that the pass over an intact arena stays cheap.
         if offset.min() < low or offset.max() >= high or nbytes.max() > segment.nbytes:
             _raise_misplaced(
                 file, catalog, segment, begin, (offset < low) | (offset >= high) | (nbytes > segment.nbytes), "outside"
@@ -62,10 +68,11 @@ def _check_records(file: object, catalog: ArenaCatalog, segment: ArenaSegment, f
             if unaligned.any():
                 _raise_misplaced(file, catalog, segment, begin, unaligned, "unaligned in")
         if nbytes.min() == 0:
+            # An empty record still occupies one byte (`record_end`), so that no two records share an offset.
             after = np.maximum(after, offset + np.uint64(1))
         if offset[0] < free_from or (offset[1:] < after[:-1]).any():
             overlap = np.concatenate(([offset[0] < free_from], offset[1:] < after[:-1]))
-            _raise_misplaced(file, catalog, segment, begin, overlap, "over another record or out of order in")
+            _raise_misplaced(file, catalog, segment, begin, overlap, "over another record, or out of order, in")
         free_from = int(after[-1])
 
 
@@ -76,12 +83,15 @@ def _raise_misplaced(
     offset, nbytes = int(catalog.offset[record]) - segment.base, int(catalog.nbytes[record])
     raise ArenaDamagedError(
         file,
-        f"record {record} ({nbytes} bytes at {offset}) lies {relation} segment {segment.number} of {segment.nbytes} bytes",
+        f"record {record} ({nbytes} bytes at {offset}) lies {relation} segment {segment.number}, "
+        f"which has {segment.nbytes} bytes",
     )
 
 
 class _KindColumns:
-    """Per kind: element size, total size (or none), and whether it is uncompressed."""
+    """Per kind: element size, total size, whether the length is free (`flat`), and whether it is
+    uncompressed (`raw`).
+    """
 
     def __init__(self, itemsize: U64, total: U64, flat: NDArray[np.bool_], raw: NDArray[np.bool_]) -> None:
         self.itemsize, self.total_bytes, self.flat, self.raw = itemsize, total, flat, raw
@@ -97,20 +107,22 @@ def _check_kinds(file: object, rows: NDArray[np.void]) -> _KindColumns:
         for row in rows:
             unpack_kind(file, row.tobytes())
     elif (sizes[rows["dtype"]] == 0).any() or (rows["dims"] > 8).any() or (rows["flat"] > 1).any():
-        raise ArenaDamagedError(file, "a record's kind is unknown")  # the rest of each row is checked when it is used
+        # the rest of each row is checked when it is unpacked
+        raise ArenaDamagedError(file, "unknown record kind")
     itemsize = sizes[rows["dtype"]]
     used = np.arange(8) < rows["dims"][:, None]
+    # A shape whose product overflows 64 bits gives a wrong total, which then does not match the record's size.
     with np.errstate(over="ignore"):
         total = np.where(used, rows["shape"], np.uint64(1)).prod(axis=1, dtype=np.uint64) * itemsize
     return _KindColumns(itemsize, total, rows["flat"] == 1, rows["codec"] == b"raw")
 
 
 def _check_sizes(file: object, catalog: ArenaCatalog, part: slice, kinds: _KindColumns) -> None:
-    """Sizes agree with dtype, shape and codec."""
+    """Check that sizes match dtype, shape and codec."""
     kind, raw_nbytes = catalog.kind[part], catalog.raw_nbytes[part]
     if kind.max() >= len(kinds.flat):
         raise ArenaDamagedError(
-            file, f"record {part.start + int(kind.argmax())} is of kind {kind.max()}, which is not listed"
+            file, f"record {part.start + int(kind.argmax())} has kind {kind.max()}, which is not listed"
         )
     wrong = raw_nbytes > MAX_NBYTES
     unequal = raw_nbytes != catalog.nbytes[part]
@@ -123,48 +135,48 @@ def _check_sizes(file: object, catalog: ArenaCatalog, part: slice, kinds: _KindC
         record = part.start + int(np.flatnonzero(wrong)[0])
         raise ArenaDamagedError(
             file,
-            f"record {record} states {catalog.nbytes[record]} stored and {catalog.raw_nbytes[record]} real bytes, "
-            f"which {catalog.record_kind(int(catalog.kind[record]))} cannot have",
+            f"record {record} has {catalog.nbytes[record]} stored and {catalog.raw_nbytes[record]} uncompressed bytes, "
+            f"which do not match {catalog.record_kind(int(catalog.kind[record]))}",
         )
 
 
 def _check_references(file: object, catalog: ArenaCatalog) -> None:
-    """Units and tables name records that exist."""
+    """Check that units and tables refer to existing records."""
     count = len(catalog.offset)
     for name, column in catalog.fields.items():
         for begin in range(0, len(column), _CHUNK_RECORDS):
             _check_column(file, name, column[begin : begin + _CHUNK_RECORDS], count)
     for name, record in catalog.tables.items():
         if not 0 <= record < count:
-            raise ArenaDamagedError(file, f"table {name!r} is record {record} of {count}")
+            raise ArenaDamagedError(file, f"table {name!r} refers to record {record} of {count}")
 
 
 def _check_column(file: object, name: str, records: U32, count: int) -> None:
     if records.size and records.max() >= count:
         present = records[records != ABSENT]
         if present.size and present.max() >= count:
-            raise ArenaDamagedError(file, f"field {name!r} names record {present.max()} of {count}")
+            raise ArenaDamagedError(file, f"field {name!r} refers to record {present.max()} of {count}")
 
 
 def check_records_used_once(file: object, catalog: ArenaCatalog) -> None:
-    """Every record belongs to exactly one unit or table; for a full verification."""
+    """Check that every record belongs to exactly one unit or table. Part of a full verification."""
     uses = np.zeros(len(catalog.offset), np.uint8)
     for column in catalog.fields.values():
         np.add.at(uses, column[column != ABSENT], 1)
     np.add.at(uses, np.fromiter(catalog.tables.values(), np.int64), 1)
     if (uses != 1).any():
         record = int(np.flatnonzero(uses != 1)[0])
-        raise ArenaDamagedError(file, f"record {record} is used {uses[record]} times; every record belongs to one unit")
+        raise ArenaDamagedError(file, f"record {record} is used {uses[record]} times instead of once")
 
 
 def check_keys(file: object, catalog: ArenaCatalog, check_stop: Callable[[], None]) -> None:
-    """Keys are UTF-8 and in strict bytewise order; for a full verification."""
+    """Check that keys are UTF-8 and strictly increasing bytewise. Part of a full verification."""
     previous_key = b""
     for unit in range(len(catalog.keys)):
         check_stop()
         key = catalog.keys.key_at(unit)
         if key <= previous_key:
-            raise ArenaDamagedError(file, f"key {unit} ({key[:80]!r}) is not after the key before it")
+            raise ArenaDamagedError(file, f"key {unit} ({key[:80]!r}) does not sort after the previous key")
         try:
             key.decode()
         except UnicodeDecodeError as error:

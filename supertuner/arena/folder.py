@@ -1,4 +1,6 @@
-"""The files of one arena's folder: no link is followed, nothing is half written unnoticed, errors name the file."""
+"""File access inside one arena folder: never follows a link, opens files relative to the open folder, and raises errors
+that name the file and a remedy.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from supertuner.core.errors import ArenaDamagedError, ArenaError, ArenaFullError
 from supertuner.core.types import bytes_text
 
 REMOVED_PREFIX = ".gone-"
-"""Prefix of a folder whose arena was removed and whose files are being unlinked."""
+"""Name prefix of a folder whose arena was removed and whose files are still being deleted."""
 BUILDER_FILE, HEAD_FILE, INDEX_FILE = "builder", "head", "index"
 HEAD_TEMPORARY_FILE, INDEX_TEMPORARY_FILE = "head.tmp", "index.tmp"
 
@@ -29,20 +31,24 @@ _NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 
 @dataclass(slots=True)
 class ArenaFolder:
-    """An open arena folder. Its files are opened relative to the folder itself, wherever its name has gone since."""
+    """An open arena folder. Files are opened relative to its descriptor, so a renamed or replaced path
+    does not matter.
+    """
 
     path: Path
     fd: int = field(default=-1)
 
     @classmethod
     def open(cls, path: Path) -> ArenaFolder:
-        """Raises FileNotFoundError where there is none."""
+        """Open the folder. Raises FileNotFoundError if it does not exist, ArenaDamagedError if it is a
+        link or a file.
+        """
         try:
             return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
         except (NotADirectoryError, OSError) as error:
             if error.errno in (errno.ENOTDIR, errno.ELOOP):
                 raise ArenaDamagedError(
-                    path, "is a link or a file, not an arena's folder", "remove it by hand"
+                    path, "is a link or a file, not an arena folder", "remove it manually"
                 ) from error
             raise
 
@@ -52,7 +58,7 @@ class ArenaFolder:
             self.fd = -1
 
     def is_current(self) -> bool:
-        """Whether the arena's name still leads to this folder."""
+        """Whether the arena's path still refers to this folder."""
         return locks.leads_to(self.fd, str(self.path))
 
     def file_path(self, name: str) -> Path:
@@ -66,12 +72,14 @@ class ArenaFolder:
         return True
 
     def create(self, name: str) -> int:
-        """A new file, open for reading and writing. Raises FileExistsError if the name is taken."""
+        """Create a file and open it for reading and writing. Raises FileExistsError if the name exists."""
         with translate_os_errors(self.file_path(name)):
             return self._open_relative(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def open_lock(self, name: str) -> int:
-        """A file whose only use is its lock; made if missing. FileNotFoundError if the folder itself was removed."""
+        """Open the lock file, creating it if it is missing. Raises FileNotFoundError if the folder itself
+        was removed.
+        """
         try:
             return self._open_relative(name, os.O_RDWR | os.O_CREAT)
         except FileNotFoundError:
@@ -81,12 +89,12 @@ class ArenaFolder:
                 raise
 
     def open_file(self, name: str) -> int:
-        """A regular file of the arena, to read. A missing one, a link or a device is damage."""
+        """Open a regular file for reading. Raises ArenaDamagedError if it is missing, a link or a device."""
         try:
             fd = self._open_relative(name, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             problem = {errno.ENOENT: "is missing", errno.ELOOP: "is a link"}.get(
-                error.errno or 0, f"cannot be read: {error}"
+                error.errno or 0, f"cannot be opened: {error}"
             )
             raise ArenaDamagedError(self.file_path(name), problem) from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -104,7 +112,7 @@ class ArenaFolder:
             os.close(fd)
 
     def unlink(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file if it exists."""
         try:
             os.unlink(name, dir_fd=self.fd)
         except FileNotFoundError:
@@ -114,23 +122,26 @@ class ArenaFolder:
         return sorted(os.listdir(self.fd))
 
     def find_foreign_name(self) -> str | None:
-        """A name in this folder that no arena has: the folder is somebody's, and is neither reclaimed nor removed."""
+        """The first name in this folder that is not an arena file, or None.
+
+        A folder with such a name belongs to the user: it is neither reclaimed nor removed.
+        """
         return next(
             (name for name in self.names() if name not in _ARENA_FILES and not _SEGMENT_FILE.fullmatch(name)), None
         )
 
     def segment_numbers(self, suffix: str = "journal") -> list[int]:
-        """Numbers of the segments that have a file of this suffix."""
+        """Numbers of the segments that have a file with this suffix."""
         matches = (_SEGMENT_FILE.fullmatch(name) for name in self.names())
         return sorted(int(match[1]) for match in matches if match and match[2] == suffix)
 
     def stored_bytes(self) -> int:
-        """Bytes that the files really take: pages and blocks, not lengths."""
+        """Bytes that the files occupy: allocated blocks, not file lengths."""
         total = 0
         for name in self.names():
             try:
                 total += os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512
-            except FileNotFoundError:  # removed while we counted
+            except FileNotFoundError:  # removed during the loop
                 continue
         return total
 
@@ -139,16 +150,17 @@ class ArenaFolder:
 
 
 def check_only_arena_files(folder: ArenaFolder) -> None:
-    """ArenaError unless everything in the folder is an arena's."""
+    """Raise ArenaError if the folder holds anything but arena files."""
     foreign_name = folder.find_foreign_name()
     if foreign_name is not None:
-        raise ArenaError(f"{folder.path}: is not an arena: it holds {foreign_name!r}; nothing in it is touched")
+        raise ArenaError(f"{folder.path}: is not an arena: it contains {foreign_name!r}; nothing in it was changed")
 
 
 def remove_arena(folder: ArenaFolder) -> None:
-    """Remove an arena whose exclusive lock we hold, or which we build. Its name is free at once, its bytes soon after.
+    """Remove an arena that this process builds or has locked exclusively.
 
-    A kill in between leaves a folder whose name begins with GONE, for the next sweep.
+    The name is free immediately, the bytes shortly afterwards. A kill in between leaves a folder whose name begins with
+    `REMOVED_PREFIX`, which the next sweep deletes.
     """
     check_only_arena_files(folder)
     removed_path = folder.path.with_name(REMOVED_PREFIX + uuid.uuid4().hex)
@@ -158,14 +170,16 @@ def remove_arena(folder: ArenaFolder) -> None:
 
 
 def delete_folder(folder: ArenaFolder, path: Path) -> None:
-    """Unlink everything in `folder`, which now lies at `path`, and the folder itself."""
+    """Delete all files of `folder`, which is now at `path`, and the folder itself."""
     for name in folder.names():
         folder.unlink(name)
     os.rmdir(path)
 
 
-class translate_os_errors:  # not a generator: this stands around every write of a unit
-    """Turn the system's refusals into errors that name file and remedy. FileExistsError is an answer: it passes."""
+class translate_os_errors:  # a class and not a generator, because it wraps every write of a unit
+    """Convert OSError to ArenaError or ArenaFullError with file and remedy. FileExistsError passes:
+    callers handle it.
+    """
 
     __slots__ = ("file",)
 
@@ -190,7 +204,7 @@ class translate_os_errors:  # not a generator: this stands around every write of
 
 @contextmanager
 def unless_abandoned(folder: ArenaFolder) -> Iterator[None]:
-    """What looks like damage of an arena that is being built may be that its owner abandoned it meanwhile: say so."""
+    """Raise ArenaMissingError instead of a damage error if the owner has abandoned the build in the meantime."""
     try:
         yield
     except (ArenaDamagedError, FileNotFoundError) as error:
@@ -204,8 +218,8 @@ def _no_space_message(file: object, error: OSError) -> str:
     left_text = ""
     if parent.is_dir():
         file_system = os.statvfs(parent)
-        left_text = f" ({bytes_text(file_system.f_bavail * file_system.f_frsize)} left below {parent.parent})"
+        left_text = f" ({bytes_text(file_system.f_bavail * file_system.f_frsize)} left in {parent.parent})"
     return (
-        f"{file}: {error.strerror}{left_text}; free some with `supertuner arena rm`, enlarge that file system, "
+        f"{file}: {error.strerror}{left_text}; free space with `supertuner arena rm`, enlarge that file system, "
         "or name another home (arena.home, arena.disk_home)"
     )

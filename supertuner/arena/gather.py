@@ -1,4 +1,4 @@
-"""A batch from an arena into one buffer: one copy per byte, by whichever loop is faster for records of that size."""
+"""Copies a batch from an arena into one buffer: each byte once, by the faster of two loops for records of that size."""
 
 from __future__ import annotations
 
@@ -24,18 +24,23 @@ UnitIndices: TypeAlias = Union[Sequence[int], NDArray[Any], "torch.Tensor"]
 OutputBuffer: TypeAlias = Union[NDArray[Any], "torch.Tensor"]
 
 _MAX_BYTES_BY_PAGES = 16 * PAGE
-"""Up to this size numpy's take on whole pages is no slower than a copy per record: 2 times as fast at 4 KiB, 1.02 times
-at 64 KiB, 0.96 of one at 128 KiB, and 0.95 of one at 1 MB."""
+"""Records up to this size are copied with numpy's `take` over whole pages. Measured relative to one copy per record: 2
+times as fast at 4 KiB, 1.02 times at 64 KiB, 0.96 times at 128 KiB, 0.95 times at 1 MB.
+"""
 _MAX_THREADS = 72
 _MIN_BYTES_PER_THREAD = 4 << 20
-"""Least that a thread is woken for. Waking one takes up to some hundred microseconds in a virtual machine: two threads
-gained nothing on batches of 6 MB, and 1.2 to 1.5 times the speed of one on batches of 25 MB and more."""
+"""Minimum bytes for which a further thread is used. Waking one takes up to some hundred microseconds in a virtual
+machine: measured, two threads gained nothing on batches of 6 MB, and 1.2 to 1.5 times the speed of one on batches of
+25 MB and more.
+"""
 _CHUNK_RECORDS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class UniformRecords:
-    """What every record of a field is, where they are all alike: then a batch needs no look at each of them."""
+    """The common dtype, shape and size of a field whose records are all alike: a batch then needs no check
+    per record.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,7 +48,7 @@ class UniformRecords:
 
 
 def find_uniform_records(catalog: ArenaCatalog, field: str) -> UniformRecords | None:
-    """None where some unit lacks the field, or records differ, or are compressed. One pass, no memory."""
+    """None if a unit lacks the field, or records differ or are compressed. One pass, in chunks."""
     column = catalog.fields[field]
     if not len(column) or column[0] == ABSENT:
         return None
@@ -63,13 +68,13 @@ def find_uniform_records(catalog: ArenaCatalog, field: str) -> UniformRecords | 
 
 
 def check_unit_indices(indices: UnitIndices, count: int) -> NDArray[np.int64]:
-    """The indices as an array, each one of an existing unit."""
+    """The indices as an array; raises IndexError unless each is the number of a unit."""
     array = np.asarray(indices)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise ValueError(f"indices must be whole numbers in one dimension, not {array.dtype} of shape {array.shape}")
+        raise ValueError(f"indices must be integers in one dimension, not {array.dtype} of shape {array.shape}")
     units = np.ascontiguousarray(array, np.int64)
-    if units.size and units.view(np.uint64).max() >= count:  # a negative number is a huge one here
-        raise IndexError(f"indices from {array.min()} to {array.max()}; the arena has units 0 to {count - 1}")
+    if units.size and units.view(np.uint64).max() >= count:  # as uint64 a negative number is huge
+        raise IndexError(f"indices range from {array.min()} to {array.max()}; the arena has units 0 to {count - 1}")
     return units
 
 
@@ -84,11 +89,11 @@ def record_numbers(catalog: ArenaCatalog, units: NDArray[np.int64], field: str, 
 def check_output(
     catalog: ArenaCatalog, records: U32, out: OutputBuffer, uniform: UniformRecords | None
 ) -> tuple[NDArray[np.uint8], int]:
-    """`out` as flat bytes and the bytes of one row, if every record fits a row of it exactly."""
+    """`out` as flat bytes, and the bytes of one row. Raises ValueError unless every record fits a row exactly."""
     buffer, dtype = flat_bytes(out)
     shape = tuple(out.shape)
     if not shape or shape[0] != len(records):
-        raise ValueError(f"out has shape {shape}; the first side must be {len(records)}, the number of indices")
+        raise ValueError(f"out has shape {shape}; its first dimension must be {len(records)}, the number of indices")
     if not len(records):
         return buffer, 0
     if uniform is not None and uniform.dtype == dtype and uniform.shape == shape[1:]:
@@ -97,7 +102,7 @@ def check_output(
 
 
 def copy_rows(pages: NDArray[np.uint8], offsets: U64, out: NDArray[np.uint8], nbytes: int) -> None:
-    """Copy the record at each offset to the next row of `out`. Both ways of copying let other threads run."""
+    """Copy the record at each offset to the next row of `out`. Both loops release the GIL while they copy."""
     if nbytes <= _MAX_BYTES_BY_PAGES and nbytes % PAGE == 0:
         first = (offsets // PAGE).astype(np.intp)
         page_numbers = first if nbytes == PAGE else (first[:, None] + np.arange(nbytes // PAGE)).ravel()
@@ -110,9 +115,9 @@ def copy_rows(pages: NDArray[np.uint8], offsets: U64, out: NDArray[np.uint8], nb
 
 
 class CopyThreads:
-    """Threads that copy parts of a batch beside the caller: started when first asked for, ended by `close`.
+    """Threads that copy parts of a batch in parallel with the caller; started at first use, ended by `close`.
 
-    One core gets a fraction of a machine's memory bandwidth, and a Grace has 72.
+    One core reaches only a fraction of a machine's memory bandwidth; a Grace CPU has 72.
     """
 
     def __init__(self) -> None:
@@ -121,7 +126,7 @@ class CopyThreads:
         self._owner_pid = 0
 
     def copy(self, pages: NDArray[np.uint8], offsets: U64, out: NDArray[np.uint8], nbytes: int, threads: int) -> None:
-        """`copy_rows`, shared among up to `threads` threads, the caller's included."""
+        """`copy_rows` split over up to `threads` threads, including the caller's."""
         if not nbytes or not len(offsets):
             return
         parts = min(threads, _MAX_THREADS, len(offsets), out.nbytes // _MIN_BYTES_PER_THREAD)
@@ -145,7 +150,7 @@ class CopyThreads:
             self._pool = None
 
     def _thread_pool(self) -> ThreadPoolExecutor:
-        """The pool, which starts threads as they are needed; a forked child, which has none of them, gets its own."""
+        """The pool, which starts threads on demand. A forked child inherits none of them and creates its own."""
         with self._lock:
             if self._pool is None or self._owner_pid != os.getpid():
                 self._pool = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="arena-copy")
@@ -154,7 +159,7 @@ class CopyThreads:
 
 
 def flat_bytes(out: OutputBuffer) -> tuple[NDArray[np.uint8], str]:
-    """`out` as writable bytes in one dimension, without a copy, and its dtype's name."""
+    """`out` as writable bytes in one dimension, without a copy, and the name of its dtype."""
     if isinstance(out, np.ndarray):
         if not out.flags.c_contiguous or not out.flags.writeable:
             raise ValueError("out must be contiguous and writable")
@@ -173,17 +178,17 @@ def _check_row(catalog: ArenaCatalog, records: U32, dtype: str, row_shape: tuple
     for number in set(kinds.tolist()):
         kind = catalog.record_kind(number)
         if kind.codec != "raw":
-            raise ValueError(f"a record is compressed with {kind.codec}; gather copies raw records only")
+            raise ValueError(f"a record is compressed with {kind.codec}; gather copies only uncompressed records")
         expected = kind.shape_for(int(nbytes[kinds == number][0]))
         if (dtype, row_shape) not in ((kind.dtype, expected), ("uint8", (int(nbytes[0]),))):
-            raise ValueError(f"out holds rows of {dtype} {row_shape}; a record is {kind.dtype} {expected}")
+            raise ValueError(f"out has rows of {dtype} {row_shape}; a record has {kind.dtype} {expected}")
     if (nbytes != nbytes[0]).any():
         raise ValueError(f"records of {nbytes.min()} to {nbytes.max()} bytes do not fit rows of one size; use view()")
     return int(nbytes[0])
 
 
 def _numpy_names() -> dict[str, str]:
-    """`<f4` → `float32`: numpy's own name property costs microseconds."""
+    """`<f4` → `float32`. A table, because numpy's own name property takes microseconds."""
     plain = [name for name in DTYPES if not name.startswith(("bfloat", "float8"))]
     return {np.dtype(name).str: name for name in plain}
 

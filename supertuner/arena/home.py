@@ -1,4 +1,4 @@
-"""The folder in which this user's arenas live: attach, build, list, remove; nothing is owned by its name alone."""
+"""The folder that holds this user's arenas: attach, build, list, remove. Locks, not names, decide who owns an arena."""
 
 from __future__ import annotations
 
@@ -36,38 +36,42 @@ from supertuner.core.bulk_io import write_all
 from supertuner.core.errors import ArenaBusyError, ArenaDamagedError, ArenaError, ArenaExistsError, ArenaMissingError
 
 HOME_MARKER = ".supertuner-arenas"
-"""An empty file that tells a home from any other folder."""
+"""An empty file that marks a folder as an arena home."""
 
 _LOCK_WAIT_S = 10.0
-"""Exclusive locks are held for moments: to look, or to unlink."""
+"""Exclusive locks are held only for moments: to inspect or to delete."""
 
 
 def default_home() -> Path:
-    """A folder of this user's on tmpfs."""
+    """This user's folder on tmpfs."""
     return Path(f"/dev/shm/supertuner-{os.getuid()}")
 
 
 class ArenaHome:
     def __init__(self, path: Path) -> None:
-        """Made if missing, for this user only.
+        """Create the folder if it is missing, accessible only to this user.
 
-        Refused: a link, another user's folder, one that others may write to, one that holds anything else.
+        Raises ArenaError for a link, another user's folder, a folder that others can write to, or one that holds other
+        files.
         """
         self.path = path.absolute()
         with translate_os_errors(self.path):
-            with suppress(FileExistsError):  # what is there is looked at next
+            with suppress(FileExistsError):  # what exists is checked next
                 os.makedirs(self.path, 0o700)
             status = os.lstat(self.path)
         if not stat.S_ISDIR(status.st_mode):
-            raise ArenaError(f"{self.path}: is a link or a file; name a folder as the arenas' home (arena.home)")
+            raise ArenaError(f"{self.path}: is a link or a file; set arena.home to a folder")
         if status.st_uid != os.geteuid():
-            raise ArenaError(f"{self.path}: belongs to user {status.st_uid}; name a home of your own (arena.home)")
+            raise ArenaError(f"{self.path}: belongs to user {status.st_uid}; set arena.home to a folder of your own")
         if status.st_mode & 0o022:
-            raise ArenaError(f"{self.path}: others may write to it; `chmod go-w {self.path}` or name another home")
+            raise ArenaError(
+                f"{self.path}: other users can write to it; run `chmod go-w {self.path}`, "
+                "or set arena.home to another folder"
+            )
         self._check_is_home()
 
     def side_folder(self, name: str) -> Path:
-        """A folder of this home that is no arena, made if missing: hidden, and never swept."""
+        """Create a hidden folder of this home that is not an arena. A sweep never deletes it."""
         assert name.startswith(".") and not name.startswith(REMOVED_PREFIX), name
         self._write_marker()
         path = self.path / name
@@ -80,7 +84,7 @@ class ArenaHome:
         return [info for name in names if (info := self._arena_info(name)) is not None]
 
     def stored_bytes(self, name: str) -> int:
-        """What an arena takes by now, sealed or not; 0 if there is none."""
+        """Bytes that an arena occupies, sealed or not; 0 if it does not exist."""
         try:
             folder = ArenaFolder.open(self.path / check_arena_name(name))
         except FileNotFoundError:
@@ -91,11 +95,11 @@ class ArenaHome:
             folder.close()
 
     def attach(self, name: str, *, verify: VerifyMode = "on_demand") -> ArenaReader:
-        """A sealed arena, validated. ArenaMissing if there is none."""
+        """Open a sealed arena and validate it. Raises ArenaMissingError if there is none."""
         folder = self._open_locked(name)
         try:
             if not folder.has(INDEX_FILE):
-                raise ArenaMissingError(f"{folder.path}: is not sealed; a build of it goes on or has died")
+                raise ArenaMissingError(f"{folder.path}: is not sealed; its build is in progress or has died")
             head, catalog = open_sealed(folder)
             memory = map_segments(folder, catalog.segments, catalog.total_bytes)
         except BaseException:
@@ -104,7 +108,7 @@ class ArenaHome:
         return ArenaReader(folder, catalog, memory, verify, on_close=lambda: self._sweep_run_arena(head, name))
 
     def attach_live(self, name: str) -> LiveArenaReader:
-        """An arena that may still be growing; call `refresh()` to see more of it."""
+        """Open an arena that may still be growing; call `refresh()` to read new units."""
         folder = self._open_locked(name)
         try:
             with unless_abandoned(folder):
@@ -116,10 +120,11 @@ class ArenaHome:
     def build(
         self, name: str, *, life: ArenaLifetime = "until_removed", wait_s: float = 0.0, resume: bool = False
     ) -> ArenaBuild:
-        """Begin an arena; what a dead builder left under that name is wiped first.
+        """Begin an arena. Deletes first what a dead builder left under this name.
 
-        With `resume`, its committed units are kept instead, and leaving this build without sealing keeps them too.
-        ArenaBusy if another process builds it (after `wait_s`); ArenaExists if it is sealed already.
+        With `resume`, keeps its committed units instead, and leaving this build without sealing keeps them as well.
+        Raises ArenaBusyError if another process is building it after `wait_s`, ArenaExistsError if it is already
+        sealed.
         """
         path, deadline = self.path / check_arena_name(name), time.monotonic() + wait_s
         self._write_marker()
@@ -127,7 +132,7 @@ class ArenaHome:
             with (
                 translate_os_errors(path),
                 suppress(FileExistsError),
-            ):  # makedirs looks twice, and the folder may go in between
+            ):  # mkdir, because makedirs checks twice and the folder may disappear in between
                 os.mkdir(path, 0o700)
             build = self._try_build(path, life, deadline - time.monotonic(), resume)
             if build is not None:
@@ -136,65 +141,67 @@ class ArenaHome:
     def attach_or_build(
         self, name: str, *, life: ArenaLifetime = "until_removed", verify: VerifyMode = "on_demand", wait_s: float = 0.0
     ) -> ArenaReader | ArenaBuild:
-        """Whichever is possible first: of several processes that ask, one builds and the others wait for it."""
+        """Attach if the arena is sealed, else build it: of several processes that call this, one builds and the others
+        wait.
+        """
         deadline = time.monotonic() + wait_s
         while True:
             try:
                 return self.attach(name, verify=verify)
             except ArenaMissingError:
-                pass  # then we build it
+                pass  # build it below
             try:
                 return self.build(name, life=life)
             except ArenaBusyError:
                 if time.monotonic() >= deadline:
                     raise
             except ArenaExistsError:
-                continue  # sealed between our two looks: attach to it
+                continue  # sealed between the two attempts: attach to it
 
     def join(self, name: str) -> BuildParticipant:
-        """Take part in a build that another process owns. ArenaMissing if none goes on."""
+        """Take part in a build that another process owns. Raises ArenaMissingError if no build is in progress."""
         folder = self._open_locked(name)
         try:
             with unless_abandoned(folder):
                 if folder.has(INDEX_FILE) or not is_building(folder):
-                    raise ArenaMissingError(f"{folder.path}: nobody is building it")
+                    raise ArenaMissingError(f"{folder.path}: no process is building it")
                 return BuildParticipant(folder, self._read_head(folder))
         except BaseException:
             folder.close()
             raise
 
     def remove(self, name: str) -> None:
-        """ArenaBusy while anyone is attached."""
+        """Remove an arena. Raises ArenaBusyError while a process is attached."""
         folder = self._open_folder(name)
         try:
             if not locks.lock(folder.fd, exclusive=True):
-                raise ArenaBusyError(f"{folder.path}: in use by another process; end it first")
+                raise ArenaBusyError(f"{folder.path}: is in use by another process; end that process first")
             if folder.is_current():
                 remove_arena(folder)
         finally:
             folder.close()
 
     def sweep(self) -> list[str]:
-        """Reclaim what dead builders left and what has outlived its stated life; the names of what went."""
+        """Delete what dead builders left and arenas whose lifetime is over; return their names."""
         return [name for name in sorted(os.listdir(self.path)) if self._sweep_arena(name)]
 
     def _check_is_home(self) -> None:
-        """A folder with things in it is a home only if arenas were built there: a sweep must never meet other files."""
+        """Refuse a folder that holds files but no marker, so that a sweep never deletes files of others."""
         with translate_os_errors(self.path):
             names = os.listdir(self.path)
         if names and HOME_MARKER not in names:
             raise ArenaError(
-                f"{self.path}: holds other things ({sorted(names)[0]!r}); name an empty folder, or one that does not "
-                "exist yet, as the arenas' home (arena.home, arena.disk_home)"
+                f"{self.path}: contains other files ({sorted(names)[0]!r}); set arena.home or arena.disk_home to an "
+                "empty folder, or to one that does not exist yet"
             )
 
     def _write_marker(self) -> None:
-        """From now on this folder is a home."""
+        """Mark this folder as an arena home."""
         with translate_os_errors(self.path):
             os.close(os.open(self.path / HOME_MARKER, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
 
     def _try_build(self, path: Path, life: ArenaLifetime, wait_s: float, resume: bool) -> ArenaBuild | None:
-        """None: the folder went away, or was wiped; try again."""
+        """None if the folder disappeared or was wiped: the caller tries again."""
         folder, builder, head = ArenaFolder(path), -1, None
         try:
             folder = ArenaFolder.open(path)
@@ -202,9 +209,9 @@ class ArenaHome:
                 raise ArenaBusyError(f"{path}: is being removed by another process")
             check_only_arena_files(folder)
             builder = folder.open_lock(BUILDER_FILE)
-            # What others do before they release either lock, they did before we look from here on.
+            # From here on everything is visible that other processes did before they released either lock.
             if not locks.lock(builder, exclusive=True, wait_s=wait_s):
-                raise ArenaBusyError(f"{path}: another process builds it; wait for it or end it")
+                raise ArenaBusyError(f"{path}: another process is building it; wait for it or end it")
             if folder.is_current():
                 head = self._begin_build(folder, life, resume)
             return None if head is None else ArenaBuild(folder, builder, head)
@@ -215,10 +222,12 @@ class ArenaHome:
                 _close_folder(folder, builder)
 
     def _begin_build(self, folder: ArenaFolder, life: ArenaLifetime, resume: bool) -> ArenaHead | None:
-        """The head of the build that we own now; None if there were remains, which are gone."""
+        """The head of the build that this process now owns; None if remains of an earlier build had to be deleted
+        first.
+        """
         if folder.has(INDEX_FILE):
             remedy = f"remove it with `supertuner arena rm {folder.path.name}`"
-            raise ArenaExistsError(f"{folder.path}: is built already; attach to it, or {remedy}")
+            raise ArenaExistsError(f"{folder.path}: is already built; attach to it, or {remedy}")
         if folder.names() == [BUILDER_FILE]:
             return _write_head(folder, ArenaHead(uuid.uuid4().bytes, time.time(), life, resume))
         existing_head = try_read_head(folder)
@@ -227,7 +236,7 @@ class ArenaHome:
             return replace(existing_head, resumable=True)
         if not locks.lock(folder.fd, exclusive=True):
             raise ArenaBusyError(
-                f"{folder.path}: its builder died, but another process still has it open; end that first"
+                f"{folder.path}: its builder died, but another process still has it open; end that process first"
             )
         if folder.is_current():
             remove_arena(folder)
@@ -241,7 +250,7 @@ class ArenaHome:
             raise ArenaMissingError(f"{path}: no such arena; `supertuner arena ls` lists them") from error
 
     def _open_locked(self, name: str) -> ArenaFolder:
-        """The arena's folder, with a shared lock: it cannot be removed while that is open."""
+        """The arena's folder with a shared lock: it cannot be removed while it is open."""
         while True:
             folder = self._open_folder(name)
             if not locks.lock(folder.fd, exclusive=False, wait_s=_LOCK_WAIT_S):
@@ -253,7 +262,7 @@ class ArenaHome:
 
     def _read_head(self, folder: ArenaFolder) -> ArenaHead:
         if not folder.has(HEAD_FILE):
-            raise ArenaMissingError(f"{folder.path}: its build has not begun")
+            raise ArenaMissingError(f"{folder.path}: its build has not started")
         return read_head(folder)
 
     def _arena_info(self, name: str) -> ArenaInfo | None:
@@ -270,14 +279,14 @@ class ArenaHome:
             folder.close()
 
     def _sweep_run_arena(self, head: ArenaHead, name: str) -> None:
-        """A `run` arena ends with its last reader."""
+        """Delete a `run` arena when its last reader closes."""
         if head.life == "run":
             self._sweep_arena(name)
 
     def _sweep_arena(self, name: str) -> bool:
         try:
             folder = ArenaFolder.open(self.path / name)
-        except (FileNotFoundError, ArenaDamagedError):  # gone, or not an arena: `ls` shows it
+        except (FileNotFoundError, ArenaDamagedError):  # removed, or not an arena: `arena ls` shows it
             return False
         try:
             if (
@@ -304,7 +313,7 @@ def _close_folder(folder: ArenaFolder, builder: int) -> None:
 
 
 def _write_head(folder: ArenaFolder, head: ArenaHead) -> ArenaHead:
-    """Begin an arena; one that cannot even begin leaves no folder behind."""
+    """Write the head of a new arena; if that fails, remove the folder."""
     fd = folder.create(HEAD_TEMPORARY_FILE)
     try:
         with translate_os_errors(folder.file_path(HEAD_FILE)):

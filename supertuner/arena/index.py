@@ -1,6 +1,7 @@
-"""The index of a sealed arena: written once, mapped by every reader, and no byte of it without a checksum.
+"""The index of a sealed arena, and opening such an arena. Written once, mapped by every reader, all of it covered by
+checksums.
 
-The header states counts; where each column lies follows from them. So there is no offset in it that could lie.
+The header holds only counts, from which the position of each column follows. It contains no offset that could be wrong.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ class IndexSection:
     count: int
     begin: int
     end: int
-    """Padded with zeros to a multiple of 64; the checksum covers the padding."""
+    """Includes zero padding to a multiple of 64; the checksum covers the padding."""
 
 
 def index_sections(counts: IndexCounts) -> list[IndexSection]:
-    """Where every column lies."""
+    """The position of every column."""
     columns: list[tuple[str, np.dtype[Any], int]] = [
         ("offset", np.dtype("<u8"), counts.records),
         ("nbytes", np.dtype("<u8"), counts.records),
@@ -90,7 +91,7 @@ def index_sections(counts: IndexCounts) -> list[IndexSection]:
 
 
 def write_index(folder: ArenaFolder, catalog: ArenaCatalog, keys: list[bytes], meta: Mapping[str, JSON]) -> None:
-    """Seal: a complete, synced file takes the index's name, or none does. `keys` are in order."""
+    """Seal the arena: write the complete index to a temporary file, sync it, and rename it. `keys` are sorted."""
     columns = _index_columns(catalog, keys, _info_json(catalog, meta))
     counts = IndexCounts(
         units=len(keys),
@@ -116,7 +117,7 @@ def write_index(folder: ArenaFolder, catalog: ArenaCatalog, keys: list[bytes], m
 
 
 def read_index(folder: ArenaFolder, uuid: bytes) -> ArenaCatalog:
-    """The validated catalog of a sealed arena, zero-copy on a shared map of the index."""
+    """The validated catalog of a sealed arena, without copies, over a shared mapping of the index."""
     file = folder.file_path(INDEX_FILE)
     fd = folder.open_file(INDEX_FILE)
     try:
@@ -141,7 +142,9 @@ def read_head(folder: ArenaFolder) -> ArenaHead:
 
 
 def open_sealed(folder: ArenaFolder) -> tuple[ArenaHead, ArenaCatalog]:
-    """Everything but the payloads' own bytes is checked."""
+    """Open a sealed arena and check everything except the payload bytes: head, index, and each segment's header and
+    size.
+    """
     head = read_head(folder)
     catalog = read_index(folder, head.uuid)
     for segment in catalog.segments:
@@ -159,26 +162,29 @@ def _check_data_file(folder: ArenaFolder, uuid: bytes, segment: ArenaSegment) ->
         os.close(fd)
     kind = check_segment_header(folder.file_path(name), page, DATA_MAGIC, uuid, segment.number)
     if kind != segment.kind:
-        raise ArenaDamagedError(folder.file_path(name), f"is of kind {kind}; the index says {segment.kind}")
+        raise ArenaDamagedError(folder.file_path(name), f"has kind {kind}; the index lists {segment.kind}")
     if size != segment.nbytes:
-        raise ArenaDamagedError(folder.file_path(name), f"has {size} bytes; the index says {segment.nbytes}")
+        raise ArenaDamagedError(folder.file_path(name), f"has {size} bytes; the index lists {segment.nbytes}")
 
 
 def _check_header(file: object, same_arena: bool, counts: IndexCounts, size: int) -> None:
     if not same_arena:
-        raise ArenaDamagedError(file, "belongs to another arena than `head` beside it")
+        raise ArenaDamagedError(file, "belongs to a different arena than the `head` in the same folder")
     expected = index_sections(counts)[-1].end
     if expected != size:
-        raise ArenaDamagedError(file, f"has {size} bytes; its header speaks of {expected}")
+        raise ArenaDamagedError(file, f"has {size} bytes; its header implies {expected}")
     if counts.info_nbytes > MAX_INFO_NBYTES or counts.fields > MAX_FIELDS:
-        raise ArenaDamagedError(file, f"states {counts.fields} fields and {counts.info_nbytes} bytes of description")
+        raise ArenaDamagedError(
+            file,
+            f"has {counts.fields} fields and {counts.info_nbytes} bytes of description, more than the format allows",
+        )
 
 
 def _check_sections(file: object, memory: mmap.mmap, layout: list[IndexSection], checksums: tuple[int, ...]) -> None:
     view = memoryview(memory)
     for section, checksum in zip(layout, checksums, strict=True):
         if xxhash.xxh3_64_intdigest(view[section.begin : section.end]) != checksum:
-            raise ArenaDamagedError(file, f"the checksum of its {section.name} does not hold")
+            raise ArenaDamagedError(file, f"the checksum of its section {section.name} does not match")
 
 
 def _build_catalog(file: object, uuid: bytes, counts: IndexCounts, parts: dict[str, NDArray[Any]]) -> ArenaCatalog:
@@ -203,16 +209,14 @@ def _build_catalog(file: object, uuid: bytes, counts: IndexCounts, parts: dict[s
 def _check_key_ends(file: object, ends: NDArray[np.uint64], key_nbytes: int) -> None:
     last = int(ends[-1]) if len(ends) else 0
     if last != key_nbytes or (len(ends) and ends[0] == 0) or (ends[1:] <= ends[:-1]).any():
-        raise ArenaDamagedError(file, "its keys do not fill the place they have")
+        raise ArenaDamagedError(file, "its keys do not fill their section exactly")
 
 
 def _info_json(catalog: ArenaCatalog, meta: Mapping[str, JSON]) -> bytes:
     info = {"fields": list(catalog.fields), "tables": dict(catalog.tables), "meta": dict(meta)}
     text = json.dumps(info, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     if len(text) > MAX_INFO_NBYTES:
-        raise ArenaError(
-            f"meta of {len(text)} bytes is more than the {MAX_INFO_NBYTES} an arena takes; put it in a table"
-        )
+        raise ArenaError(f"meta has {len(text)} bytes and an arena stores at most {MAX_INFO_NBYTES}; put it in a table")
     return text
 
 
@@ -223,12 +227,12 @@ def _read_info(file: object, text: bytes, fields: int) -> dict[str, Any]:
         raise ArenaDamagedError(file, f"its description is not JSON: {error}") from error
     expected_types = {"fields": list, "tables": dict, "meta": dict}
     if not isinstance(info, dict) or {k: type(v) for k, v in info.items()} != expected_types:
-        raise ArenaDamagedError(file, "its description is not one of fields, tables and meta")
+        raise ArenaDamagedError(file, "its description does not consist of fields, tables and meta")
     names, tables = info["fields"], info["tables"]
     if len(names) != fields or not all(isinstance(n, str) for n in names) or len(set(names)) != fields:
         raise ArenaDamagedError(file, f"names {len(names)} fields for {fields} columns")
     if not all(type(record) is int for record in tables.values()):
-        raise ArenaDamagedError(file, "its tables are not records")
+        raise ArenaDamagedError(file, "a table is not a record number")
     return info
 
 

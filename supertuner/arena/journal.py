@@ -1,9 +1,10 @@
-"""A segment's journal: one checksummed entry per committed unit, appended at once; what is not whole does not count.
+"""The journal of a segment: one checksummed entry per committed unit, appended in one write; incomplete entries are
+ignored.
 
-An entry is its body's length and checksum (seeded with its place in the file), then the body: the key, and per field
-a name, a kind, and where the bytes are. A file's length grows only after its bytes are there, and the data were
-written before the entry; so an entry found whole speaks of data wholly written, on every memory model. An entry that
-the file's end cuts is a torn tail.
+An entry consists of the length and checksum of its body (the checksum is seeded with the entry's position in the file)
+and the body: the key and, per field, name, kind and location of the bytes. A file's length grows only after its bytes
+are in place, and the data is written before the entry. A complete entry therefore refers to completely written data, on
+every memory model. An entry that extends beyond the end of the file is a torn tail.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ assert _ENTRY.size + _BODY.size + MAX_KEY_NBYTES + MAX_FIELDS * (_FIELD.size + K
 
 
 class JournalField(NamedTuple):
-    """One field of a committed unit. The kind is a packed row: equal rows are equal kinds."""
+    """One field of a committed unit. The kind is a packed row: equal rows mean equal kinds."""
 
     name: bytes
     kind: bytes
@@ -47,7 +48,7 @@ class JournalField(NamedTuple):
 
 class JournalEntry(NamedTuple):
     end: int
-    """Where in the journal it ends."""
+    """Where the entry ends in the journal."""
     key: bytes
     fields: list[JournalField]
 
@@ -62,7 +63,7 @@ def pack_entry(position: int, key: bytes, fields: Sequence[JournalField]) -> byt
 
 
 def single_field_packer(name: bytes, kind: bytes) -> Callable[[int, bytes, int, int, int], bytes]:
-    """`pack_entry` for units that all have one raw field of this name and kind: what they share is packed once."""
+    """`pack_entry` for units with one raw field of this name and kind: the common part is packed once."""
     short = kind.rstrip(b"\0")
     tail = name + short
     body_pack, field_pack, entry_pack, digest = _BODY.pack, _FIELD.pack, _ENTRY.pack, xxhash.xxh3_64_intdigest
@@ -76,7 +77,9 @@ def single_field_packer(name: bytes, kind: bytes) -> Callable[[int, bytes, int, 
 
 
 def unpack_body(file: object, body: bytes) -> tuple[bytes, list[JournalField]]:
-    """Key and fields of a body whose checksum holds; what is still wrong with it is damage or an attack."""
+    """Unpack key and fields of a body whose checksum matches. Raises ArenaDamagedError if the content is
+    inconsistent.
+    """
     try:
         key_nbytes, count = _BODY.unpack_from(body)
         at = _BODY.size + key_nbytes
@@ -90,19 +93,19 @@ def unpack_body(file: object, body: bytes) -> tuple[bytes, list[JournalField]]:
                 JournalField(body[split - name_nbytes : split], body[split:at].ljust(KIND_NBYTES, b"\0"), *numbers)
             )
     except struct.error as error:
-        raise ArenaDamagedError(file, "a journal entry is shorter than it says") from error
+        raise ArenaDamagedError(file, "a journal entry is shorter than its header says") from error
     if at != len(body) or not 0 < key_nbytes <= MAX_KEY_NBYTES:
         raise ArenaDamagedError(
-            file, f"a journal entry of {len(body)} bytes states {count} fields and a key of {key_nbytes} bytes"
+            file, f"a journal entry of {len(body)} bytes lists {count} fields and a key of {key_nbytes} bytes"
         )
     return key, fields
 
 
 class JournalReader:
-    """Reads a segment's journal from its beginning on, as far as it is whole."""
+    """Reads a segment's journal from the beginning up to the first incomplete entry."""
 
     def __init__(self, folder: ArenaFolder, number: int, uuid: bytes) -> None:
-        """Raises ArenaDamaged unless it is the journal of that segment of that arena."""
+        """Raises ArenaDamagedError unless the file is the journal of this segment of this arena."""
         self.number = number
         self.file = folder.file_path(segment_name(number, "journal"))
         self.position = JOURNAL_NBYTES
@@ -121,7 +124,7 @@ class JournalReader:
             self.fd = -1
 
     def read_entries(self) -> Iterator[JournalEntry]:
-        """The entries since the last one that was taken; ends at the file's end or at what is not whole."""
+        """Yield the entries after the last one returned, up to the end of the file or the first incomplete entry."""
         while True:
             chunk = self._read(_CHUNK)
             begin, previous_position = self.position, self.position
@@ -132,7 +135,7 @@ class JournalReader:
                 return
 
     def has_damaged_entry(self) -> bool:
-        """Whether what follows is an entry of full length whose checksum does not hold: damage, not a torn tail."""
+        """Whether a full-length entry with a wrong checksum follows: that is damage, not a torn tail."""
         chunk = self._read(_ENTRY.size)
         if len(chunk) < _ENTRY.size:
             return False

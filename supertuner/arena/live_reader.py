@@ -1,4 +1,4 @@
-"""An arena read while it is being built: units appear once committed, keep their numbers, and never vanish."""
+"""Reads an arena while it is being built: units appear once committed, keep their numbers, and never disappear."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from supertuner.core.events import NullSink, Progress
 
 
 class LiveArenaReader(ArenaReader):
-    """Units are numbered in the order in which this reader found them, and `refresh()` looks for more."""
+    """A reader that numbers units in the order in which it discovers them; `refresh()` looks for new ones."""
 
     def __init__(self, folder: ArenaFolder, head: ArenaHead) -> None:
         self._head = head
@@ -42,7 +42,7 @@ class LiveArenaReader(ArenaReader):
         self.refresh()
 
     def refresh(self) -> int:
-        """Show what was committed since; how many units are new. ArenaMissing if the build was abandoned."""
+        """Read newly committed units and return their number. Raises ArenaMissingError if the build was abandoned."""
         if self.sealed:
             return 0
         before = len(self)
@@ -54,7 +54,7 @@ class LiveArenaReader(ArenaReader):
         return len(self) - before
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Check what is committed so far; once sealed, every byte of the arena."""
+        """Check everything committed so far; once the arena is sealed, every byte of it."""
         if self.sealed:
             super().verify(progress)
             return
@@ -86,7 +86,7 @@ class LiveArenaReader(ArenaReader):
         name = segment_name(number, "journal")
         try:
             has_header = os.stat(name, dir_fd=self._folder.fd, follow_symlinks=False).st_size >= JOURNAL_NBYTES
-        except FileNotFoundError:  # sealed, or a void segment removed, since we listed them
+        except FileNotFoundError:  # sealed, or an empty segment removed, since the listing
             return
         if not has_header:
             return
@@ -103,7 +103,7 @@ class LiveArenaReader(ArenaReader):
         self._journals[number] = (len(self._catalog_builder.segments) - 1, journal, columns)
 
     def _set_mapped_size(self, columns: SegmentColumns) -> None:
-        """Map as far as units are committed; the file must reach that far."""
+        """Set the mapped size to the end of the committed units; raise ArenaDamagedError if the file is shorter."""
         if not len(columns):
             return
         written_end = columns.offset[-1] + columns.nbytes[-1]
@@ -114,17 +114,15 @@ class LiveArenaReader(ArenaReader):
         finally:
             os.close(fd)
         if size < written_end:
-            raise ArenaDamagedError(
-                self._folder.file_path(name), f"has {size} bytes; its journal speaks of {written_end}"
-            )
+            raise ArenaDamagedError(self._folder.file_path(name), f"has {size} bytes; its journal lists {written_end}")
         columns.file_nbytes = round_up(record_end(columns.offset[-1], columns.nbytes[-1]), PAGE)
 
     def _load_sealed(self) -> None:
-        """The whole arena from its index; units that were known keep their numbers, the others follow in key order."""
+        """Switch to the index of the sealed arena. Known units keep their numbers, the others follow in key order."""
         _, catalog = open_sealed(self._folder)
         known = [catalog.keys.find(key) for key in self._catalog_builder.keys]
         if None in known:
-            raise ArenaDamagedError(self._folder.file_path(INDEX_FILE), "lacks a unit that was committed")
+            raise ArenaDamagedError(self._folder.file_path(INDEX_FILE), "does not contain a unit that was committed")
         numbers = np.array(known, np.int64)
         new_units = np.setdiff1d(np.arange(len(catalog.keys)), numbers, assume_unique=True)
         order = np.concatenate([numbers, new_units])

@@ -1,9 +1,12 @@
-"""Who uses an arena, by flock only: a lock ends with its owner, whatever ended it.
+"""The locks that show who uses an arena. All are flock locks: the kernel releases them when their owner ends for any
+reason.
 
-On an arena's folder: shared by everyone who builds, writes or reads; exclusive to remove it.
-On `builder`: exclusive while a build goes on. On `head`: shared for the moment in which a writer opens its segment,
-exclusive while the arena is sealed. On `NNNN.journal`: exclusive while that segment has a writer.
-Others probe by taking a lock for an instant, so every wait lasts at least GRACE_S before it gives up.
+- Arena folder: shared by every process that builds, writes or reads; exclusive to remove the arena.
+- `builder`: exclusive while a build is in progress.
+- `head`: shared while a writer opens its segment; exclusive while the arena is being sealed.
+- `NNNN.journal`: exclusive while that segment has a writer.
+
+A process tests a lock by taking it for an instant, so every attempt lasts at least GRACE_S before it gives up.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ _POLL_S = 0.002
 
 
 def try_lock(fd: int, *, exclusive: bool) -> bool:
-    """Lock now, or say that somebody holds it. A failed change from shared to exclusive may lose the shared lock."""
+    """Try to lock without waiting; False if another process holds the lock.
+
+    A failed change from shared to exclusive may lose the shared lock.
+    """
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -26,7 +32,7 @@ def try_lock(fd: int, *, exclusive: bool) -> bool:
 
 
 def lock(fd: int, *, exclusive: bool, wait_s: float = 0.0) -> bool:
-    """Lock within `wait_s`, at least GRACE_S."""
+    """Try to lock for `wait_s` seconds, at least GRACE_S; False if that failed."""
     deadline = time.monotonic() + max(wait_s, GRACE_S)
     while not try_lock(fd, exclusive=exclusive):
         if time.monotonic() >= deadline:
@@ -40,7 +46,7 @@ def unlock(fd: int) -> None:
 
 
 def is_held(fd: int) -> bool:
-    """Whether anyone else holds any lock on this file or folder."""
+    """Whether another process holds any lock on this file or folder."""
     if not try_lock(fd, exclusive=True):
         return True
     unlock(fd)
@@ -48,7 +54,7 @@ def is_held(fd: int) -> bool:
 
 
 def leads_to(fd: int, path: str) -> bool:
-    """Whether `path` still leads to the file that was opened: it may have been replaced before the lock was had."""
+    """Whether `path` still refers to the open file. It may have been replaced before the lock was acquired."""
     try:
         status = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""All segments of an arena as one range of memory, shared with every process and harmed by none.
+"""Maps all segments of an arena as one contiguous memory range that is shared with every other reader.
 
-It is mapped copy-on-write: a tensor made on it can be written by mistake, and only this process sees that page change.
+The mapping is copy-on-write: if a tensor over it is written by mistake, only this process sees the changed page.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from supertuner.arena.format import segment_name
 from supertuner.core.errors import ArenaError
 
 _MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000  # Linux on x86-64 and aarch64; Python names it only from 3.13 on
+_MAP_NORESERVE = 0x4000  # Linux on x86-64 and aarch64; Python has a name for it only from 3.13 on
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def map_segments(folder: ArenaFolder, segments: Sequence[ArenaSegment], total_bytes: int) -> mmap.mmap:
-    """The segments at their bases. It is unmapped when the last view of it is gone, not before."""
+    """Map each segment at its base. The memory is unmapped when the last view of it is garbage-collected."""
     try:
+        # Reserve one address range for the whole arena, then place each segment's file inside it with MAP_FIXED, so
+        # that one memoryview and one offset column address every record.
         memory = mmap.mmap(
             -1, total_bytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )

@@ -1,7 +1,7 @@
-"""The processes of one node that work on one run: each holds a lock that ends with it, and leaves word how it ended.
+"""The processes of one node that work on one run: each holds a lock that ends with it, and records how it ended.
 
-They meet in a hidden folder of an arenas' home. What one of them tells is a file that appears whole; whoever waits for
-it looks at the others in between, and ends with the error of one that failed, or is told which one is gone.
+They meet in a hidden folder of an arena home. A message of one process is a file that appears complete. A process that
+waits for a message checks the others meanwhile, and raises PeerError if one has failed or was killed.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from supertuner.arena.home import ArenaHome
 from supertuner.core.bulk_io import write_all
 from supertuner.core.errors import ArenaError, PeerError
 from supertuner.core.events import Progress
+from supertuner.core.waiting import waiting_for_other_ranks
 
 POLL_S = 0.1
-"""Between two looks of a process that waits for another."""
+"""Seconds between two checks of a process that waits for another."""
 _SHOW_AFTER_S = 1.0
-"""Shorter waits are not worth a line on the screen."""
+"""Shorter waits are not shown."""
 _FOLDER_PREFIX = ".peers-"
 _STALE_AFTER_S = 3600.0
-"""A folder without a lock is removed after this time: a younger one may be that of processes that are just coming."""
+"""A folder without a lock is removed after this time. A younger one may belong to processes that are just starting."""
 _STATUS_BYTES = 4096
-"""Of a process's file, from the beginning on: how it ends must find room there when the home is full."""
+"""Size of a process's status file, reserved when it starts, so that the final status can be written even when the home
+is full.
+"""
 _RUNNING, _LEFT, _FAILED = "here", "left", "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class NodePeers:
-    """This process among those of its node. A process of its own has no folder, and waits for nobody."""
+    """This process among those of its node. A single process has no folder and never waits."""
 
     local_rank: int = 0
     local_world_size: int = 1
@@ -44,22 +47,24 @@ class NodePeers:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the one that does what one process of a node does for all."""
+        """Whether this is the process that works for all processes of the node."""
         return self.local_rank == 0
 
     def check_peers(self) -> None:
-        """PeerError if another process of the node failed or was killed; one that has done its work may be gone."""
+        """Raise PeerError if another process of the node failed or was killed. A process that finished its work may be
+        absent.
+        """
         for rank in range(self.local_world_size):
             if rank != self.local_rank:
                 self._check_peer(rank)
 
     def publish(self, name: str, content: bytes) -> None:
-        """Say something to the others, under a name; what was said under it before is replaced."""
+        """Publish a message under a name; it replaces an earlier message of that name."""
         if self.folder is not None:
             _write_atomically(self.message_file(name), content)
 
     def read_published(self, name: str) -> bytes | None:
-        """What was said under that name; None: nothing yet."""
+        """The message of that name; None if there is none yet."""
         if self.folder is None:
             return None
         try:
@@ -68,16 +73,19 @@ class NodePeers:
             return None
 
     def wait_for(self, name: str, on_poll: Callable[[], None]) -> bytes:
-        """What is said under that name, waited for; `waiting` is called at every look, and may show that we live."""
-        assert self.folder is not None, "a process of its own has nobody to listen to"
-        while (content := self.read_published(name)) is None:
-            self.check_peers()
-            on_poll()
-            time.sleep(POLL_S)
+        """Wait for the message of that name. `on_poll` is called at every check and may show that this process is
+        alive.
+        """
+        assert self.folder is not None, "a single process has no other process to wait for"
+        with waiting_for_other_ranks(name):
+            while (content := self.read_published(name)) is None:
+                self.check_peers()
+                on_poll()
+                time.sleep(POLL_S)
         return content
 
     def wait_with_progress(self, name: str, description: str, progress: Progress) -> bytes:
-        """The same, shown as a phase where it takes longer than a moment."""
+        """`wait_for`, shown as a progress phase if it takes longer than a second."""
         shown_from = time.monotonic() + _SHOW_AFTER_S
         while time.monotonic() < shown_from:
             if (content := self.read_published(name)) is not None:
@@ -89,7 +97,7 @@ class NodePeers:
 
     @contextmanager
     def first_rank_first(self, task: str, progress: Progress) -> Iterator[None]:
-        """The first process does what is inside, and then the others: they find what it made."""
+        """Run the block on the first process of the node, then on the others, which find the first one's results."""
         if not self.is_first:
             self.wait_with_progress(f"{task} done", f"the first process of this node: {task}", progress)
         yield
@@ -97,7 +105,7 @@ class NodePeers:
             self.publish(f"{task} done", b"")
 
     def message_file(self, name: str) -> Path:
-        """The file of a name. Any text is a name."""
+        """The file of a message. Any text is a valid name."""
         assert self.folder is not None
         return self.folder / f"word-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
 
@@ -112,8 +120,8 @@ class NodePeers:
             raise PeerError(f"{peer} failed: {reason}")
         if state != _LEFT:
             raise PeerError(
-                f"{peer} is gone without a word: it was killed, or the machine ran out of memory (see its kernel's "
-                "log); start again: what was made is found"
+                f"{peer} ended without recording a reason: it was killed, or the machine ran out of memory (see the "
+                "kernel log); start again: completed work is reused"
             )
 
 
@@ -124,9 +132,11 @@ NO_PEERS = NodePeers()
 def join_node_peers(
     home: ArenaHome, name: str, local_rank: int, local_world_size: int, barrier: Callable[[], None]
 ) -> Iterator[NodePeers]:
-    """Take part as process `number` of the `count` of this node; what ends the block is left for the others to see.
+    """Take part as process `local_rank` of the `local_world_size` of this node; records for the others how the block
+    ends.
 
-    `name` is the same for all of them, and of no others. `gathered` returns once all have called it.
+    `name` is the same for all processes of this group and for no others. `barrier` returns once all of them have called
+    it.
     """
     folder = home.side_folder(f"{_FOLDER_PREFIX}{name}")
     own_file = folder / str(local_rank)
@@ -135,7 +145,7 @@ def join_node_peers(
     try:
         if not locks.lock(fd, exclusive=True):
             raise ArenaError(
-                f"{own_file}: another process is number {local_rank} of this node; start them with torchrun"
+                f"{own_file}: another process has local rank {local_rank} on this node; start them with torchrun"
             )
         with translate_os_errors(own_file):
             _write_status(fd, _RUNNING)
@@ -144,9 +154,9 @@ def join_node_peers(
             barrier()
             yield NodePeers(local_rank, local_world_size, folder)
         except BaseException as error:
-            # What another one failed with, the others see for themselves.
+            # The failure of another process is visible to all; this process did not fail itself.
             final_state = (_LEFT,) if isinstance(error, PeerError) else (_FAILED, str(error) or type(error).__name__)
-            with suppress(OSError):  # then the others find us gone; what happened, the error itself says
+            with suppress(OSError):  # then the others find no status; the exception itself carries the reason
                 _write_status(fd, *final_state)
             raise
         with translate_os_errors(own_file):
@@ -162,37 +172,38 @@ def _is_locked(peer_file: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        return not locks.try_lock(fd, exclusive=False)  # shared: lookers do not take each other for the owner
+        # shared, so that two processes that check at once do not see each other as the owner
+        return not locks.try_lock(fd, exclusive=False)
     finally:
         os.close(fd)
 
 
 def _remove_unused(folder: Path) -> bool:
-    """Remove the folder unless somebody is still there; the last to leave does."""
+    """Remove the folder unless a process still holds a lock in it; the last process to leave removes it."""
     try:
         if any(_is_locked(folder / name) for name in os.listdir(folder) if name.isdigit()):
             return False
     except FileNotFoundError:
         return False
-    shutil.rmtree(folder, ignore_errors=True)  # two that leave at once remove it together
+    shutil.rmtree(folder, ignore_errors=True)  # two processes that leave at once may both remove it
     return True
 
 
 def _remove_stale_folders(home: Path, keep: Path) -> None:
-    """Remove what processes left that were killed long ago."""
+    """Remove folders of processes that were killed long ago."""
     for name in os.listdir(home):
         folder = home / name
         if name.startswith(_FOLDER_PREFIX) and folder != keep:
             try:
                 stale = time.time() - folder.stat().st_mtime > _STALE_AFTER_S
             except FileNotFoundError:
-                continue  # its processes just left
+                continue  # its processes have just left
             if stale:
                 _remove_unused(folder)
 
 
 def _write_atomically(file: Path, content: bytes) -> None:
-    """A file that is there as a whole or not at all."""
+    """Write a file that appears complete or not at all."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     with translate_os_errors(file):
         temporary.write_bytes(content)
@@ -200,15 +211,15 @@ def _write_atomically(file: Path, content: bytes) -> None:
 
 
 def _write_status(fd: int, state: str, reason: str = "") -> None:
-    """Who this is, and how it is with it: in one page, which is there as a whole or not at all."""
+    """Write process id, state and reason in one page, which is written completely or not at all."""
     content = f"{os.getpid()}\n{state}\n{reason}".encode(errors="replace")
     write_all(fd, content[:_STATUS_BYTES].ljust(_STATUS_BYTES, b"\0"), 0)
 
 
 def _read_status(peer_file: Path) -> tuple[str, str, str]:
-    """(its process, how it is with it, why)."""
+    """(process id, state, reason)."""
     try:
         pid, state, reason = peer_file.read_text(errors="replace").rstrip("\0").split("\n", 2)
-    except (FileNotFoundError, ValueError):  # killed before it could say anything
+    except (FileNotFoundError, ValueError):  # killed before it wrote a status
         return "?", "", ""
     return pid, state, reason

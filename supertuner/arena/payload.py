@@ -1,4 +1,4 @@
-"""Payloads as bytes and back: what numpy and torch give us, and the kind it is stored under."""
+"""Converts payloads between bytes and numpy arrays or torch tensors, with the record kind they are stored under."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _BYTES_KIND = RecordKind("uint8", None)
 
 
 def is_torch_tensor(value: object) -> bool:
-    """Whether this is a torch tensor, asked without importing torch."""
+    """Whether this is a torch tensor, determined without importing torch."""
     return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in type(value).__mro__)
 
 
 def as_bytes(payload: Payload) -> tuple[memoryview, RecordKind]:
-    """The payload's bytes (no copy where it is contiguous) and its kind."""
+    """The payload's bytes (without a copy if it is contiguous) and its kind."""
     if isinstance(payload, np.ndarray):
         return _array_bytes(payload)
     if is_torch_tensor(payload):
@@ -34,9 +34,9 @@ def as_bytes(payload: Payload) -> tuple[memoryview, RecordKind]:
 
 
 def compressed_payload(payload: Payload, codec: str, raw_nbytes: int | None) -> tuple[memoryview, RecordKind, int]:
-    """Bytes of a codec, which stand for `raw_nbytes` others."""
+    """(bytes, kind, raw size) of a compressed payload that unpacks to `raw_nbytes` bytes."""
     content, _ = as_bytes(payload)
-    assert raw_nbytes is not None, f"a payload of codec {codec!r} needs raw_nbytes, its size when unpacked"
+    assert raw_nbytes is not None, f"a payload of codec {codec!r} needs raw_nbytes, its uncompressed size"
     return content, RecordKind("uint8", None, codec), raw_nbytes
 
 
@@ -59,7 +59,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     try:
         return np.dtype(name)
     except TypeError as error:
-        raise ValueError(f"numpy has no {name}; take it with tensor(), or its bytes with view()") from error
+        raise ValueError(
+            f"numpy has no dtype {name}; read the record with tensor(), or its bytes with view()"
+        ) from error
 
 
 def _array_bytes(array: NDArray[Any]) -> tuple[memoryview, RecordKind]:
@@ -72,7 +74,7 @@ def _array_bytes(array: NDArray[Any]) -> tuple[memoryview, RecordKind]:
 def _tensor_bytes(tensor: Any) -> tuple[memoryview, RecordKind]:
     import torch
 
-    assert tensor.device.type == "cpu", f"a tensor on {tensor.device}; bring it to the CPU first"
+    assert tensor.device.type == "cpu", f"the tensor is on {tensor.device}; move it to the CPU first"
     dtype = check_dtype(str(tensor.dtype).removeprefix("torch."))
     flat = tensor.detach().contiguous().reshape(-1)
     shape = None if tensor.ndim == 1 else tuple(tensor.shape)

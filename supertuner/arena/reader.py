@@ -1,4 +1,4 @@
-"""A sealed arena as this process sees it: zero-copy, read-only, and locked against removal while it is open."""
+"""Reads a sealed arena: zero-copy, read-only, and protected from removal while it is open."""
 
 from __future__ import annotations
 
@@ -36,11 +36,15 @@ if TYPE_CHECKING:
     import torch
 
 VerifyMode: TypeAlias = Literal["on_demand", "background", "always"]
-"""When payload checksums are checked: only by `verify()`, by a thread after attaching, or before every read."""
+"""When payload checksums are checked: only by `verify()`, by a background thread after attaching, or
+before every read.
+"""
 
 
 class ArenaReader:
-    """Views stay good after `close()`, as long as somebody holds them; only the lock ends there."""
+    """A reader of one arena. Views stay valid after `close()` for as long as they are referenced; `close()` releases
+    the lock.
+    """
 
     def __init__(
         self,
@@ -71,12 +75,14 @@ class ArenaReader:
 
     @property
     def memory_range(self) -> tuple[int, int]:
-        """Where its records lie in this process: address and bytes. They stay there until the last view is gone."""
+        """Address and size of the mapped records in this process. They stay mapped until the last view is
+        garbage-collected.
+        """
         return self._pages.ctypes.data, self._pages.nbytes
 
     @property
     def meta(self) -> Mapping[str, JSON]:
-        """What was given to `seal`."""
+        """The mapping that was passed to `seal`."""
         return self._catalog.meta
 
     @property
@@ -98,16 +104,18 @@ class ArenaReader:
             ) from error
 
     def find(self, key: str) -> int | None:
-        """The unit of that key, or None."""
+        """The number of the unit with this key, or None."""
         return self._catalog.keys.find(key.encode(errors="surrogatepass"))
 
     def fixed_width_keys(self, nbytes: int) -> NDArray[np.bytes_] | None:
-        """All keys in their order as one array, without a copy; None unless each of them has `nbytes` bytes."""
+        """All keys in order as one array, without a copy; None unless every key has `nbytes` bytes."""
         keys = self._catalog.keys
         return keys.fixed_width_array(nbytes) if isinstance(keys, SortedKeys) else None
 
     def record_fingerprints(self, field: str = "media") -> NDArray[np.uint64]:
-        """What each unit's record is known by, one row each: checksum, stored and real bytes, digest of the codec."""
+        """One row per unit that identifies its record: checksum, stored bytes, uncompressed bytes, digest of the
+        codec's name.
+        """
         self._check_readable(field)
         catalog = self._catalog
         records = record_numbers(catalog, np.arange(len(self)), field, None)
@@ -121,7 +129,7 @@ class ArenaReader:
         return field in self._columns and self._columns[field][i] != ABSENT
 
     def view(self, i: int, field: str = "media") -> memoryview:
-        """The stored bytes, read-only; of a compressed record, the compressed ones."""
+        """The stored bytes, read-only; for a compressed record, the compressed bytes."""
         record = self._record(i, field)
         begin = self._offset[record]
         return self._bytes[begin : begin + self._nbytes[record]]
@@ -131,7 +139,9 @@ class ArenaReader:
         return self._record_array(self._record(i, field))
 
     def tensor(self, i: int, field: str = "media") -> torch.Tensor:
-        """The record as a tensor on the arena's memory. Writing to it changes this process's copy of the page only."""
+        """The record as a tensor over the arena's memory. Writing to it changes only this process's copy
+        of the page.
+        """
         import torch
 
         record = self._record(i, field)
@@ -152,14 +162,14 @@ class ArenaReader:
         return int(self._nbytes[self._record(i, field)])
 
     def raw_nbytes(self, i: int, field: str = "media") -> int:
-        """Bytes once unpacked."""
+        """Uncompressed bytes."""
         return int(self._raw_nbytes[self._record(i, field)])
 
     def gather(self, indices: UnitIndices, out: OutputBuffer, field: str = "media", *, threads: int = 1) -> None:
         """Copy the units' records into the rows of `out`, a contiguous numpy array or CPU tensor of shape [k, …].
 
-        A row has the records' dtype and shape, or is their bytes (uint8). Records of different sizes: ValueError.
-        A large batch is copied by up to `threads` threads at once.
+        A row has the records' dtype and shape, or is their bytes (uint8). Raises ValueError if record sizes differ. Up
+        to `threads` threads copy a large batch in parallel.
         """
         self._check_readable(field)
         rows = self._uniform_records(field)
@@ -168,7 +178,7 @@ class ArenaReader:
         self._copy_records(records, flat, nbytes, threads)
 
     def gather_tensors(self, indices: UnitIndices, *, threads: int = 1) -> dict[str, torch.Tensor]:
-        """Units that are alike, stacked: for each field that the first of them has, a new tensor of shape [k, …]."""
+        """Stack units of equal layout: for each field that the first unit has, a new tensor of shape [k, …]."""
         import torch
 
         units = check_unit_indices(indices, len(self))
@@ -183,13 +193,13 @@ class ArenaReader:
             out = tensors[field] = torch.empty((len(units), *shape), dtype=torch_dtype(kind.dtype))
             if (rows := self._uniform_records(field)) is None:
                 self.gather(units, out, field, threads=threads)
-            else:  # all of the field's records are alike, so that nothing is left to check
+            else:  # all records of the field are alike, so nothing remains to be checked
                 flat = out.view(-1).view(torch.uint8).numpy()
                 self._copy_records(self._catalog.fields[field][units], flat, rows.nbytes, threads)
         return tensors
 
     def check(self, i: int, field: str = "media") -> None:
-        """Raise ArenaDamaged unless the record's bytes have the checksum they were written with."""
+        """Raise ArenaDamagedError unless the record's bytes match their checksum."""
         check_record(self._folder, self._catalog, self._bytes, self._record(i, field))
 
     def table(self, name: str) -> NDArray[Any]:
@@ -201,14 +211,14 @@ class ArenaReader:
         return self._record_array(record)
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Check every byte of every file of the arena; raises ArenaDamaged naming the file."""
+        """Check every byte of every file of the arena. Raises ArenaDamagedError with the file's name."""
         total = int(self._catalog.nbytes.sum())
         title, records = f"verifying {self.name}", len(self._offset)
         with (progress or NullSink()).phase(title, items=records, nbytes=total, noun="records") as phase:
             verify_arena(self._folder, phase, should_stop=lambda: False)
 
     def close(self) -> None:
-        """Give up the lock. Views that were given out stay good."""
+        """Release the lock. Existing views stay valid."""
         if self._folder.fd < 0:
             return
         self._stop.set()
@@ -228,7 +238,9 @@ class ArenaReader:
         self.close()
 
     def _set_catalog(self, catalog: ArenaCatalog, memory: mmap.mmap) -> None:
-        """Let these be what the reader shows. Columns are kept as memoryviews too: one number of them costs little."""
+        """Set the content that the reader serves. Columns are also kept as memoryviews, where reading a single number
+        is cheap.
+        """
         self._catalog = catalog
         self._memory = memory
         self._bytes = memoryview(memory).toreadonly()
@@ -286,7 +298,7 @@ class ArenaReader:
     def _raw_record_kind(self, record: int) -> RecordKind:
         kind = self._record_kind(record)
         if kind.codec != "raw":
-            raise ValueError(f"this record is compressed with {kind.codec}; unpack the bytes of view()")
+            raise ValueError(f"this record is compressed with {kind.codec}; decompress the bytes of view()")
         return kind
 
     def _record_array(self, record: int) -> NDArray[Any]:
@@ -296,7 +308,7 @@ class ArenaReader:
         return flat.reshape(kind.shape_for(raw_nbytes))
 
     def _verify_in_background(self) -> None:
-        """Background verification: its finding is raised at the next read."""
+        """Verify in the background at low priority. A read after this raises the error that it found."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         phase = NullSink().phase("")
         try:

@@ -1,7 +1,7 @@
-"""What every part of a run reports to and asks: created once in setup, passed down, never global.
+"""The context that every part of a run reports to and reads from: created once in setup, passed down, never global.
 
-It stands in this package, the lowest one that knows the other processes of a node, so that `data`, `cache`, `plan` and
-`train` can all take it.
+It is in this package because this is the lowest one that knows the other processes of a node, so that `data`, `cache`,
+`plan` and `train` can all receive it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from supertuner.core.host import HostFacts
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RunContext:
-    """Where events and progress go, what the host grants, which processes share the node, and the run's folder."""
+    """Receivers of events and progress, the resources of the host, the processes that share the node, and the run's
+    folder.
+    """
 
     run_dir: Path
     sink: Sink
@@ -30,5 +32,5 @@ class RunContext:
         return cls(run_dir, NullSink(), NullSink(), HostFacts())
 
     def with_peers(self, peers: NodePeers) -> RunContext:
-        """The same context, knowing the other processes of this node."""
+        """A copy of this context with the other processes of this node."""
         return replace(self, peers=peers)

@@ -1,4 +1,4 @@
-"""The segments of an unsealed arena, as their journals tell them; what was not committed is cut off."""
+"""The segments of an unsealed arena, read from their journals; uncommitted data is truncated."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _CHUNK = 1 << 20
 
 
 def collect_segments(folder: ArenaFolder, uuid: bytes, expected: dict[int, int]) -> CatalogBuilder:
-    """All committed units, for sealing. Tails and empty segments of dead writers are removed on the way.
+    """Collect all committed units for sealing. Removes uncommitted tails and empty segments of dead writers.
 
-    `expected` says how many units our own writers committed in their segments: none may have been lost since.
+    `expected` maps the segments of this process's writers to the number of units they committed; none may be missing.
     """
     remove_orphaned_data(folder)
     catalog_builder = CatalogBuilder(uuid)
@@ -38,7 +38,7 @@ def collect_segments(folder: ArenaFolder, uuid: bytes, expected: dict[int, int])
             if not locked:
                 file = folder.file_path(segment_name(number, "journal"))
                 raise ArenaBusyError(
-                    f"{file}: another process still writes this segment; wait until it has closed its writer"
+                    f"{file}: another process is still writing this segment; wait until it has closed its writer"
                 )
             if _is_unfinished(folder, number):
                 remove_segment(folder, number)
@@ -48,9 +48,9 @@ def collect_segments(folder: ArenaFolder, uuid: bytes, expected: dict[int, int])
 
 
 def restore_segments(folder: ArenaFolder, uuid: bytes) -> None:
-    """Make an arena whose builder died writable again: whatever cannot be trusted is cut off.
+    """Prepare an arena whose builder died for further writing: truncate everything that cannot be trusted.
 
-    Payloads are read and checked too: after a power cut a journal may have reached the disk before its data.
+    Payloads are read and checked as well: after a power failure the disk may hold a journal entry without its data.
     """
     remove_orphaned_data(folder)
     for number in folder.segment_numbers():
@@ -60,7 +60,7 @@ def restore_segments(folder: ArenaFolder, uuid: bytes) -> None:
 
 
 def committed_keys(folder: ArenaFolder, uuid: bytes) -> Iterator[bytes]:
-    """Keys of all units that are committed now, by any writer."""
+    """Keys of all units that any writer has committed so far."""
     for number in folder.segment_numbers():
         if not _is_unfinished(folder, number):
             journal = JournalReader(folder, number, uuid)
@@ -72,13 +72,13 @@ def committed_keys(folder: ArenaFolder, uuid: bytes) -> Iterator[bytes]:
 
 
 def remove_segment(folder: ArenaFolder, number: int) -> None:
-    """The journal goes first: a live reader that still finds it finds its data too."""
+    """Delete a segment, journal first: a live reader that still finds the journal also finds its data."""
     folder.unlink(segment_name(number, "journal"))
     folder.unlink(segment_name(number, "data"))
 
 
 def remove_orphaned_data(folder: ArenaFolder) -> None:
-    """Data without a journal: a kill cut `remove_segment` short."""
+    """Delete data files without a journal, which a kill during `remove_segment` leaves."""
     for number in set(folder.segment_numbers("data")) - set(folder.segment_numbers("journal")):
         folder.unlink(segment_name(number, "data"))
 
@@ -96,7 +96,7 @@ def sync_data_files(folder: ArenaFolder, numbers: list[int]) -> None:
 
 @contextmanager
 def _lock_segment(folder: ArenaFolder, number: int) -> Iterator[bool]:
-    """Whether the segment has no writer; none can take it while we look."""
+    """Yield whether the segment has no writer; no writer can open it inside the block."""
     fd = folder.open_file(segment_name(number, "journal"))
     try:
         yield locks.lock(fd, exclusive=True)
@@ -105,7 +105,7 @@ def _lock_segment(folder: ArenaFolder, number: int) -> Iterator[bool]:
 
 
 def _is_unfinished(folder: ArenaFolder, number: int) -> bool:
-    """Whether its writer died (or still is) between claiming the number and finishing the headers."""
+    """Whether its writer died, or still is, between claiming the number and finishing the headers."""
     name = segment_name(number, "journal")
     return len(folder.read(name, JOURNAL_NBYTES)) < JOURNAL_NBYTES
 
@@ -121,7 +121,7 @@ def _collect_segment(
             count += 1
         if journal.has_damaged_entry() or expected not in (None, count):
             raise ArenaDamagedError(
-                journal.file, f"is unreadable after {count} units (byte {journal.position})", "build the arena again"
+                journal.file, f"is not readable after {count} units (byte {journal.position})", "build the arena again"
             )
         if len(columns) == 0:
             catalog_builder.segments.pop()
@@ -133,21 +133,21 @@ def _collect_segment(
 
 
 def _cut_uncommitted_data(folder: ArenaFolder, journal: JournalReader, columns: SegmentColumns) -> None:
-    """End the data with the last committed record's page."""
+    """Truncate the data file after the page of the last committed record."""
     end = round_up(record_end(columns.offset[-1], columns.nbytes[-1]), PAGE)
     columns.file_nbytes = end
     _truncate(folder, segment_name(journal.number, "data"), columns.offset[-1] + columns.nbytes[-1], end)
 
 
 def _truncate(folder: ArenaFolder, name: str, written: int, end: int) -> None:
-    """Make a file `end` bytes long, of which at least `written` must be there."""
-    os.close(folder.open_file(name))  # refuses links
+    """Set the length of a file to `end`; raise ArenaDamagedError if it has fewer than `written` bytes."""
+    os.close(folder.open_file(name))  # raises for a link
     fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.fd)
     try:
         with translate_os_errors(folder.file_path(name)):
             size = os.fstat(fd).st_size
             if size < written:
-                raise ArenaDamagedError(folder.file_path(name), f"has {size} bytes where {written} were committed")
+                raise ArenaDamagedError(folder.file_path(name), f"has {size} bytes, although {written} were committed")
             os.ftruncate(fd, end)
     finally:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""Whether an arena's bytes are the ones that were written: every payload, and zeros everywhere between them."""
+"""Verifies that an arena's bytes are those that were written: every payload, and zeros in all gaps between payloads."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ _STOP_CHECK_EVERY = 256
 
 
 class VerificationStopped(Exception):
-    """A background verification was asked to end."""
+    """Raised inside a background verification that was requested to end."""
 
 
 def verify_arena(folder: ArenaFolder, phase: ProgressPhase, should_stop: Callable[[], bool]) -> None:
-    """Read everything again from the files, through a map of its own. Raises ArenaDamaged, or Stopped."""
+    """Read everything again from the files, through a separate mapping.
+
+    Raises ArenaDamagedError for the first damage, and VerificationStopped once `should_stop` returns True.
+    """
     _, catalog = open_sealed(folder)
     count = 0
 
@@ -50,20 +53,22 @@ def verify_arena(folder: ArenaFolder, phase: ProgressPhase, should_stop: Callabl
 
 
 def check_record(folder: ArenaFolder, catalog: ArenaCatalog, view: memoryview, record: int) -> None:
-    """Raise ArenaDamaged unless the record's bytes, as `view` shows them, have their checksum."""
+    """Raise ArenaDamagedError unless the record's bytes in `view` match their checksum."""
     begin, nbytes = int(catalog.offset[record]), int(catalog.nbytes[record])
     if xxhash.xxh3_64_intdigest(view[begin : begin + nbytes]) != int(catalog.checksum[record]):
         segment = catalog.segment_containing(record)
         raise ArenaDamagedError(
             folder.file_path(segment_name(segment.number, "data")),
-            f"the checksum of record {record} ({nbytes} bytes at {begin - segment.base}) does not hold",
+            f"the checksum of record {record} ({nbytes} bytes at {begin - segment.base}) does not match",
         )
 
 
 def check_gaps_are_zero(
     folder: ArenaFolder, catalog: ArenaCatalog, segment: ArenaSegment, first_record: int, check_stop: Callable[[], None]
 ) -> None:
-    """Raise ArenaDamaged unless all bytes outside the header and the records are zero. Holes are skipped, not read."""
+    """Raise ArenaDamagedError unless all bytes outside the header and the records are zero. Holes are skipped, not
+    read.
+    """
     name = segment_name(segment.number, "data")
     records = slice(first_record, first_record + segment.records)
     begins = [*(catalog.offset[records] - segment.base).tolist(), segment.nbytes]
@@ -93,7 +98,7 @@ def _check_zeros(file: object, fd: int, begin: int, end: int) -> None:
 
 
 def _next_stored_byte(fd: int, begin: int) -> int:
-    """The first byte from `begin` on that is stored; beyond the file if none is."""
+    """The first stored byte from `begin` on; the file's size if there is none."""
     try:
         return os.lseek(fd, begin, os.SEEK_DATA)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""One writer, one segment: units are put together and committed one by one, and an uncommitted one leaves no trace."""
+"""Writers of an arena: each writes one segment and commits units one by one; an uncommitted unit leaves no trace."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from supertuner.core.bulk_io import BulkReader, read_all, write_all
 from supertuner.core.errors import ArenaBusyError, ArenaError, BrokenMediaError
 
 _CHUNK_BYTES = 256 << 10
-"""Read, checksummed and written in such pieces, each is in the cache all three times."""
+"""Chunk size for reading, checksumming and writing, so that a chunk stays in the CPU cache for all three."""
 _BUFFER_BYTES = 1 << 20
-"""Up to this size a file's bytes stay in the writer's buffer; larger ones are looked at where they were written."""
+"""Files up to this size stay in the writer's buffer; larger ones are returned as a mapping of the written data."""
 _SEAL_WAIT_S = 60.0
 
 
 class SegmentWriter:
-    """A segment being written. For one thread; open as many as there are threads."""
+    """Writes one segment. For one thread; open one writer per thread."""
 
     def __init__(self, folder: ArenaFolder, uuid: bytes, kind: int) -> None:
         self._folder = folder
@@ -53,7 +53,7 @@ class SegmentWriter:
         self.units_committed = 0
 
     def begin(self, key: str) -> UnitWriter:
-        """Start a unit. One at a time: commit or abort it before the next."""
+        """Start a unit. Only one can be open: commit or abort it before the next."""
         assert self._open_unit is None, f"unit {self._open_unit and self._open_unit.key!r} is still open"
         assert self._data >= 0, "this writer is closed"
         encoded = encoded_key(key)
@@ -61,7 +61,7 @@ class SegmentWriter:
         return self._open_unit
 
     def close(self) -> None:
-        """Give up an open unit and release the segment. What was committed stays."""
+        """Abort an open unit and release the segment. Committed units stay."""
         if self._data < 0:
             return
         try:
@@ -81,11 +81,12 @@ class SegmentWriter:
         self.close()
 
     def _write(self, content: memoryview, offset: int) -> int:
-        """Write at `offset`, and return the checksum of what was written."""
+        """Write at `offset` and return the checksum of the content."""
         if len(content) <= _CHUNK_BYTES:
             with translate_os_errors(self._data_file):
                 if not len(content):
-                    os.ftruncate(self._data, offset)  # the file reaches every record's place, an empty one's too
+                    # the file extends to every record's offset, including an empty record's
+                    os.ftruncate(self._data, offset)
                 write_all(self._data, content, offset)
             return xxhash.xxh3_64_intdigest(content)
         digest = xxhash.xxh3_64()
@@ -96,7 +97,10 @@ class SegmentWriter:
         return digest.intdigest()
 
     def _copy_file(self, fd: int, nbytes: int, offset: int) -> tuple[memoryview, int]:
-        """Bring a file's first bytes to `offset`; a view and their checksum. Errors of reading pass as they are."""
+        """Copy the first `nbytes` of a file to `offset`; return a view of them and their checksum.
+
+        An OSError from reading passes unchanged.
+        """
         if len(self._buffer) < min(nbytes, _BUFFER_BYTES):
             self._buffer = bytearray(min(round_up(nbytes, _CHUNK_BYTES), _BUFFER_BYTES))
         buffer, digest = memoryview(self._buffer), xxhash.xxh3_64()
@@ -127,9 +131,11 @@ class SegmentWriter:
         self._open_unit = None
 
     def _append_entries(self, entries: bytes, end: int, units: int) -> None:
-        """Commit journal entries, all or none; `end` is where the last of their records ends."""
+        """Append journal entries, all or none; `end` is where the last of their records ends."""
         if os.fstat(self._journal).st_nlink == 0:
-            raise ArenaError(f"{self._folder.path}: its owner abandoned the build; nothing more can be committed")
+            raise ArenaError(
+                f"{self._folder.path}: its owner has abandoned the build; nothing can be committed any more"
+            )
         with translate_os_errors(self._journal_file):
             try:
                 write_all(self._journal, entries, self._journal_end)
@@ -141,7 +147,7 @@ class SegmentWriter:
         self.units_committed += units
 
     def _discard_uncommitted(self) -> None:
-        """Take back what was written since the last commit: the pages are freed and read as zeros again."""
+        """Truncate the data file to the last commit. The freed pages read as zeros again."""
         self._open_unit = None
         with translate_os_errors(self._data_file):
             if os.fstat(self._data).st_size > self._end:
@@ -149,7 +155,9 @@ class SegmentWriter:
 
 
 class UnitWriter:
-    """What is committed together under one key. As a context manager it commits, or aborts on an error."""
+    """The fields that are committed together under one key. As a context manager it commits, or aborts after an
+    exception.
+    """
 
     def __init__(self, writer: SegmentWriter, key: bytes) -> None:
         self.key = key
@@ -158,7 +166,7 @@ class UnitWriter:
         self._fields: list[JournalField] = []
 
     def put(self, field: str, payload: Payload, *, codec: str = "raw", raw_nbytes: int | None = None) -> None:
-        """Add bytes, an array or a tensor. With a codec, `raw_nbytes` is its size when unpacked."""
+        """Add bytes, an array or a tensor. With a codec, `raw_nbytes` is the uncompressed size."""
         if codec == "raw":
             content, kind = as_bytes(payload)
             raw_size = len(content)
@@ -170,10 +178,11 @@ class UnitWriter:
         self._add_field(field, kind, offset, len(content), raw_size, checksum)
 
     def put_file(self, field: str, fd: int, nbytes: int) -> memoryview:
-        """Add the first `nbytes` of an open file, read once; a read-only view of them, good until the next put_file.
+        """Add the first `nbytes` of an open file, reading it once. Returns a read-only view, valid until the next
+        `put_file`.
 
-        The view is for looking into the file: abort if it will not do. A file that turns out shorter is BrokenMedia, an
-        error in reading it is the system's own OSError, an error in writing is an ArenaError.
+        The view lets the caller inspect the content and abort the unit if it is unusable. Raises BrokenMediaError if
+        the file is shorter than `nbytes`, the original OSError if reading fails, and ArenaError if writing fails.
         """
         offset = self._reserve_offset(field, nbytes)
         view, checksum = self._writer._copy_file(fd, nbytes, offset)
@@ -181,12 +190,12 @@ class UnitWriter:
         return view
 
     def commit(self) -> None:
-        """From here on the unit is there for every reader; before, for none."""
-        assert self._writer._open_unit is self, "this unit was committed or aborted already"
+        """Make the unit visible to all readers; before this call no reader sees it."""
+        assert self._writer._open_unit is self, "this unit is already committed or aborted"
         self._writer._commit_unit(self.key, self._fields, self._end)
 
     def abort(self) -> None:
-        assert self._writer._open_unit is self, "this unit was committed or aborted already"
+        assert self._writer._open_unit is self, "this unit is already committed or aborted"
         self._writer._discard_uncommitted()
 
     def __enter__(self) -> UnitWriter:
@@ -203,9 +212,9 @@ class UnitWriter:
             self.abort()
 
     def _reserve_offset(self, field: str, nbytes: int) -> int:
-        assert self._writer._open_unit is self, "this unit was committed or aborted already"
+        assert self._writer._open_unit is self, "this unit is already committed or aborted"
         assert 0 < len(field) <= 64 and all(f.name != field.encode() for f in self._fields), (
-            f"field {field!r}: put twice?"
+            f"field {field!r} is empty, too long or already present"
         )
         assert len(self._fields) < MAX_FIELDS
         return next_record_offset(self._end, nbytes)
@@ -219,7 +228,13 @@ class UnitWriter:
 
 
 class BulkUnitWriter:
-    """Adds units of one raw field to `writer`, from `buffer`. Flush before either is used in any other way."""
+    """Adds many small units with one raw field to `writer`, taking the bytes from `buffer`, and commits them in groups.
+
+    A separate unit costs two writes and a dozen Python calls. Here one call without the GIL writes all payloads of a
+    group from one buffer, and a second call appends their journal entries. Each unit is still complete or absent: no
+    reader sees a unit before `flush`, and a kill loses only those added since the last `flush`. Call `flush` before
+    using `writer` or `buffer` in any other way.
+    """
 
     def __init__(self, writer: SegmentWriter, field: str, buffer: BulkReader) -> None:
         self._writer = writer
@@ -231,10 +246,10 @@ class BulkUnitWriter:
         self._journal_end = writer._journal_end
 
     def add(self, key: str, buffer_offset: int, nbytes: int) -> None:
-        """A unit of the `nbytes` at place `at` of the buffer, which must stay as they are until `flush`."""
+        """Add a unit of `nbytes` bytes at `buffer_offset`. These bytes must not change until `flush`."""
         writer, encoded = self._writer, encoded_key(key)
-        assert nbytes and writer._open_unit is None, "an empty payload, or a unit is open"
-        if not self._entries:  # the writer may have been used directly since
+        assert nbytes and writer._open_unit is None, "the payload is empty, or a unit is open"
+        if not self._entries:  # the writer may have been used directly in the meantime
             self._end, self._journal_end = writer._end, writer._journal_end
         offset = next_record_offset(self._end, nbytes)
         checksum = xxhash.xxh3_64_intdigest(self._buffer.view[buffer_offset : buffer_offset + nbytes])
@@ -245,7 +260,7 @@ class BulkUnitWriter:
         self._journal_end += len(entry)
 
     def flush(self) -> None:
-        """Commit what was added: from here on it is there for every reader."""
+        """Commit the added units: every reader sees them from here on."""
         if not self._entries:
             return
         entries, payloads = self._entries, self._payloads
@@ -256,13 +271,13 @@ class BulkUnitWriter:
 
 
 def open_segment(folder: ArenaFolder, uuid: bytes, kind: int) -> tuple[int, int, int]:
-    """A new segment of an arena that is not sealed: (number, journal, data). The journal is locked while it is open."""
+    """Create a segment in an unsealed arena: (number, journal, data). The journal stays locked while it is open."""
     head_fd = folder.open_file(HEAD_FILE)
     try:
         if not locks.lock(head_fd, exclusive=False, wait_s=_SEAL_WAIT_S):
-            raise ArenaBusyError(f"{folder.path}: is being sealed; no writer can join any more")
+            raise ArenaBusyError(f"{folder.path}: is being sealed; no further writer can be opened")
         if folder.has(INDEX_FILE):
-            raise ArenaError(f"{folder.path}: is sealed; nothing can be added")
+            raise ArenaError(f"{folder.path}: is sealed; no unit can be added")
         number, journal = _claim_segment(folder)
         return number, journal, _begin_segment(folder, uuid, kind, number, journal)
     finally:
@@ -270,7 +285,9 @@ def open_segment(folder: ArenaFolder, uuid: bytes, kind: int) -> tuple[int, int,
 
 
 def _begin_segment(folder: ArenaFolder, uuid: bytes, kind: int, number: int, journal: int) -> int:
-    """The data file of a claimed segment. The journal's header comes last: a journal that has one has data."""
+    """Create the data file of a claimed segment. The journal's header is written last: a journal with a header has
+    data.
+    """
     data = -1
     try:
         locks.lock(journal, exclusive=True)
@@ -290,14 +307,14 @@ def encoded_key(key: str) -> bytes:
     try:
         encoded = key.encode()
     except UnicodeEncodeError as error:
-        raise ArenaError(f"{key!r} cannot be a key: it is not Unicode text; rename the file") from error
+        raise ArenaError(f"{key!r} is not a valid key: it is not Unicode text; rename the file") from error
     if not 0 < len(encoded) <= MAX_KEY_NBYTES:
-        raise ArenaError(f"a key of {len(encoded)} bytes ({key[:80]!r}); an arena takes 1 to {MAX_KEY_NBYTES}")
+        raise ArenaError(f"the key {key[:80]!r} has {len(encoded)} bytes; an arena accepts 1 to {MAX_KEY_NBYTES}")
     return encoded
 
 
 def _claim_segment(folder: ArenaFolder) -> tuple[int, int]:
-    """The next free number, ours by having made its journal."""
+    """Claim the next free number by creating its journal exclusively."""
     number = max(folder.segment_numbers("journal") + folder.segment_numbers("data"), default=-1) + 1
     while True:
         try:
@@ -309,4 +326,4 @@ def _claim_segment(folder: ArenaFolder) -> tuple[int, int]:
 def _read_exactly(fd: int, chunk: memoryview, at: int, nbytes: int) -> None:
     count = read_all(fd, chunk, at)
     if count < len(chunk):
-        raise BrokenMediaError(f"ends after {at + count} of {nbytes} bytes; it changed while it was read")
+        raise BrokenMediaError(f"ends after {at + count} of {nbytes} bytes; it was changed while it was being read")

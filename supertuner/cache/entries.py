@@ -1,8 +1,12 @@
-"""Entries of several sealed arenas, read as one table: found by key once, then gathered by number without a search."""
+"""Cache entries: how missing ones are requested, and a table that finds and reads those of several sealed arenas.
+
+Keys are looked up once and give refs (integers); batches are then gathered by ref without any search.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -16,18 +20,37 @@ from supertuner.core.errors import ArenaDamagedError, CacheError
 from supertuner.core.events import Progress
 
 NamedTensors: TypeAlias = dict[str, torch.Tensor]
-"""An entry, or a batch of them: named tensors."""
+"""The fields of an entry, or of a batch of entries."""
 EntryRefs: TypeAlias = NDArray[np.int64]
-"""Where entries are: an arena's place in the table, and the unit's number in it."""
+"""Where entries are: the index of the arena's reader, shifted by UNIT_BITS, plus the unit's index in the arena."""
+EntryIndices: TypeAlias = NDArray[np.intp]
+"""Indices into the keys of an EntryRequest."""
+EntryMaker: TypeAlias = Callable[[EntryIndices], Generator[tuple[int, NamedTensors], None, None]]
+"""Yields (index, entry) for each of the indices, in any order. Called only if entries are missing."""
 
 MISSING_REF = -1
 UNIT_BITS = 40
-"""Bits of a ref below the arena's place."""
 _UNIT_MASK = (1 << UNIT_BITS) - 1
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class EntryRequest:
+    """Entries that a store must contain, and how missing ones are made."""
+
+    keys: EntryKeys
+    make: EntryMaker
+    relative_sizes: Callable[[EntryIndices], NDArray[np.float64]] | None = None
+    """Sizes of entries relative to each other, so that one entry's bytes predict those of all. None: equal sizes."""
+    title: str = ""
+    """Title of the progress display."""
+
+    def relative_size(self, indices: EntryIndices) -> float:
+        """Sum of the relative sizes of these entries."""
+        return float(len(indices) if self.relative_sizes is None else self.relative_sizes(indices).sum())
+
+
 class CacheEntries:
-    """Later arenas win: an entry that was made again is found where it was made last."""
+    """The entries of several arenas. If several contain the same key, the arena that was added last wins."""
 
     def __init__(self, readers: Sequence[ArenaReader] = (), remedy: str = "") -> None:
         self._readers = list(readers)
@@ -35,14 +58,14 @@ class CacheEntries:
         self._dropped: set[int] = set()
 
     def add_reader(self, reader: ArenaReader) -> None:
-        """Also show this arena's entries, before those of the others."""
+        """Add an arena; its entries take precedence over those of earlier arenas."""
         self._readers.append(reader)
 
     def __len__(self) -> int:
         return sum(len(reader) for reader in self._readers)
 
     def find(self, keys: EntryKeys) -> EntryRefs:
-        """Where each entry is, or MISSING."""
+        """The ref of each key's entry, or MISSING_REF."""
         refs = np.full(len(keys), MISSING_REF, np.int64)
         for reader_index in reversed(range(len(self._readers))):
             unresolved = np.flatnonzero(refs == MISSING_REF)
@@ -50,18 +73,21 @@ class CacheEntries:
         return refs
 
     def drop(self, refs: Iterable[int]) -> None:
-        """Find these no longer: their bytes are damaged."""
+        """Treat these entries as missing from now on, because their bytes are damaged."""
         self._dropped.update(refs)
 
     def gather(self, refs: EntryRefs, *, threads: int = 1) -> NamedTensors:
-        """Entries of one shape, stacked: for each field a new contiguous tensor [k, …] on the CPU."""
+        """Stack entries of equal shape: for each field a new contiguous CPU tensor [len(refs), …].
+
+        Raises CacheError if an entry is damaged.
+        """
         try:
-            if len(self._readers) == 1:  # it refuses numbers that are none of its own
+            if len(self._readers) == 1:  # the reader itself rejects refs that it does not have
                 return self._readers[0].gather_tensors(refs, threads=threads)
             numbers = refs >> UNIT_BITS
-            assert numbers.min() >= 0, "an entry that was never made is asked for"
+            assert numbers.min() >= 0, "gather() was called with a MISSING_REF"
             edges = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(refs)]
-            parts = [  # neighbours in one arena go in one call
+            parts = [  # one call for each run of consecutive refs into the same arena
                 self._readers[int(numbers[begin])].gather_tensors(refs[begin:end] & _UNIT_MASK, threads=threads)
                 for begin, end in pairwise(edges)
             ]
@@ -70,8 +96,8 @@ class CacheEntries:
         return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def entry(self, ref: int) -> NamedTensors:
-        """One entry as views of the arena's memory: read, do not write."""
-        assert ref >= 0, "an entry that was never made is asked for"
+        """One entry as views of the arena's memory, which must not be written. Raises CacheError if it is damaged."""
+        assert ref >= 0, "entry() was called with a MISSING_REF"
         reader, unit = self._reader(ref), ref & _UNIT_MASK
         try:
             return {field: reader.tensor(unit, field) for field in reader.fields if reader.has(unit, field)}
@@ -79,7 +105,7 @@ class CacheEntries:
             raise self._damage_error(error) from error
 
     def check_entry(self, ref: int) -> NamedTensors | ArenaDamagedError:
-        """One entry as views, if its bytes are those that were written; else what is wrong with them."""
+        """Verify an entry's checksums. Returns the entry as views, or the error (not raised) if it is damaged."""
         reader, unit = self._reader(ref), ref & _UNIT_MASK
         try:
             for field in reader.fields:
@@ -90,17 +116,17 @@ class CacheEntries:
         return self.entry(ref)
 
     def find_damaged_arenas(self, progress: Progress) -> frozenset[int]:
-        """Places of the arenas that are not what was written, every byte of them looked at."""
+        """Verify every byte of every arena; the reader indices of damaged ones."""
         damaged = set()
         for reader_index, reader in enumerate(self._readers):
             try:
                 reader.verify(progress)
             except ArenaDamagedError:
-                damaged.add(reader_index)  # which entries are hit, is asked next
+                damaged.add(reader_index)  # the caller checks which of its entries are damaged
         return frozenset(damaged)
 
     def close(self) -> None:
-        """Give up the arenas; entries that were given out stay good."""
+        """Close the arenas; tensors that were returned before stay valid."""
         while self._readers:
             self._readers.pop().close()
 

@@ -13,6 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
 from supertuner.core.events import MeasurementEvent, Sink
+from supertuner.core.waiting import waiting_for_thread, working_on
+
+EPOCH_TASK = "cache entries of an epoch"
 
 
 class Closeable(Protocol):
@@ -45,7 +48,8 @@ class EpochRotation(Generic[EpochT]):
             self._submit_epoch(epoch + 1)
         if not future.done():
             began = time.monotonic()
-            future.exception()
+            with waiting_for_thread(EPOCH_TASK):
+                future.exception()
             figures = {"epoch": epoch, "seconds": round(time.monotonic() - began, 3)}
             self._sink.emit(MeasurementEvent("cache.waited_for_epoch", figures))
         return future.result()
@@ -65,8 +69,12 @@ class EpochRotation(Generic[EpochT]):
 
     def _submit_epoch(self, epoch: int) -> Future[EpochT]:
         if epoch not in self._futures:
-            self._futures[epoch] = self._pool.submit(self._make, epoch, self._stop.is_set)
+            self._futures[epoch] = self._pool.submit(self._make_epoch, epoch)
         return self._futures[epoch]
+
+    def _make_epoch(self, epoch: int) -> EpochT:
+        with working_on(EPOCH_TASK, for_other_ranks=True):  # ranks of a node make one epoch's entries together
+            return self._make(epoch, self._stop.is_set)
 
     def _close_result(self, future: Future[EpochT]) -> None:
         if not future.cancelled() and future.exception() is None:

@@ -1,7 +1,7 @@
-"""What a cached entry is called: a digest of everything that decides its bits. Change any ingredient, change the key.
+"""Keys of cache entries: digests of everything that determines an entry's bits, so a changed input changes the key.
 
-So an entry is found only by those for whom it is right: there is nothing to invalidate, samples and captions that occur
-twice are stored once, and datasets share a cache without knowing of each other.
+An entry is therefore only found by inputs for which it is correct: nothing is ever invalidated, equal samples and
+captions share one entry, and datasets share a cache without knowing of each other.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 EntryKeys: TypeAlias = NDArray[np.bytes_]
-"""Keys of entries: 32 hexadecimal digits each, 128 bits."""
+"""Keys of entries: 32 hexadecimal digits (128 bits) each."""
 
 KEY_WIDTH = 32
 CACHE_FORMAT_VERSION = 1
-"""Raise it when the fields of an entry, or what they mean, change."""
+"""Increase it when the fields of an entry, or their meaning, change."""
 _KEY_DTYPE = f"S{KEY_WIDTH}"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheNamespace:
-    """What all entries made by one encoder share."""
+    """The part of the key that all entries of one encoder share."""
 
     kind: str
     """`latents` or `text`."""
     encoder_fingerprint: str
-    """Fingerprint of the encoder: its weights and configs."""
+    """Digest of the encoder's weights and configuration files."""
     dtype: str
-    """Number format in which it computed, or in which its result is stored."""
+    """Precision in which the encoder computes, or in which its output is stored."""
     version: int = CACHE_FORMAT_VERSION
 
     @property
     def name(self) -> str:
-        """For arenas: what they hold, and eight digits of by whom it was made."""
+        """Prefix of the arenas' names: the kind and the first eight digits of the namespace's digest."""
         return f"{self.kind}-{self._digest().hexdigest()[:8]}"
 
     def entry_keys(self, contents: Iterable[bytes], transform: bytes = b"") -> EntryKeys:
-        """The keys of entries made of `contents`, each brought into form by the same `transform`."""
+        """The key of each of `contents`, all of which are preprocessed by the same `transform`."""
         digest = self._digest()
         digest.update(len(transform).to_bytes(8, "little") + transform)
 
@@ -63,7 +63,7 @@ def empty_keys() -> EntryKeys:
 
 
 def unique_keys(keys: EntryKeys) -> tuple[EntryKeys, NDArray[np.intp]]:
-    """Each key once, in the order of first appearance, and where that is."""
+    """The distinct keys in order of first appearance, and the index of each first appearance."""
     _, first = np.unique(keys, return_index=True)
     first_indices = np.sort(first)
     return keys[first_indices], first_indices

@@ -1,34 +1,51 @@
-"""The entries of one encoder in one folder: sealed arenas, one more whenever something is missing.
+"""CacheStore: one encoder's entries in one folder, in sealed arenas; missing entries are made and sealed in a new one.
 
-Arenas are named `latents-3f2a91c0-0`, `-1` … and are never changed. An arena in the making survives its builder:
-whoever comes next goes on with what was committed. Several processes may fill one store: one builds, the others of its
-run make entries too, each its own, and those of other runs wait.
+Arenas are named `latents-3f2a91c0-0`, `-1` … and never change once sealed. If the process that builds an arena dies,
+the next one continues with the entries that were committed. Several processes may fill the same store: one builds the
+arena, the other processes of its run make entries for it, each a different part, and processes of other runs wait.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from supertuner.arena.build import ArenaBuild, BuildParticipant
-from supertuner.arena.node_peers import NO_PEERS, NodePeers
+from supertuner.arena.node_peers import NO_PEERS, POLL_S, NodePeers
 from supertuner.arena.reader import ArenaReader
-from supertuner.cache.capacity import CacheLocation
-from supertuner.cache.entries import MISSING_REF, CacheEntries, EntryRefs
-from supertuner.cache.fill import CacheFiller, EntryIndices, EntryRequest, FillStopped, never_stop
+from supertuner.arena.run_context import RunContext
+from supertuner.arena.writer import SegmentWriter
+from supertuner.cache.entries import MISSING_REF, CacheEntries, EntryIndices, EntryRefs, EntryRequest, NamedTensors
 from supertuner.cache.keys import CACHE_FORMAT_VERSION, CacheNamespace, EntryKeys, key_text, unique_keys
-from supertuner.cache.work_queue import EntryQueue, fill_from_queue
-from supertuner.core.errors import ArenaBusyError, ArenaDamagedError, ArenaExistsError, ArenaMissingError
-from supertuner.core.events import Progress, Sink, WarningEvent
-from supertuner.core.host import HostFacts
+from supertuner.cache.location import CacheLocation, entry_bytes, free_bytes, no_room_message
+from supertuner.cache.work_queue import EntryQueue, SharedPhase
+from supertuner.core.errors import (
+    ArenaBusyError,
+    ArenaDamagedError,
+    ArenaExistsError,
+    ArenaFullError,
+    ArenaMissingError,
+    CacheError,
+    PeerError,
+)
+from supertuner.core.events import ProgressPhase, WarningEvent
 
 _WAIT_S = 0.5
+
+
+class FillStopped(Exception):
+    """`fill` ended early because `stop()` became true. Committed entries remain for the next call."""
+
+
+def never_stop() -> bool:
+    return False
 
 
 class CacheStore:
@@ -36,20 +53,23 @@ class CacheStore:
         self,
         location: CacheLocation,
         namespace: CacheNamespace,
-        sink: Sink,
+        context: RunContext,
         *,
         name: str | None = None,
         arenas: Sequence[str] | None = None,
     ) -> None:
-        """Open what is there. `name` is what its arenas are called, if not as the space says; `arenas` opens just
-        these, in that order: what another process found in them is where it was."""
-        self.location, self.namespace, self._sink = location, namespace, sink
+        """Open all sealed arenas of the namespace at `location`.
+
+        `name` replaces the namespace's name as prefix of the arenas' names. `arenas` opens exactly these arenas, in
+        this order, so that refs of another process that opened the same ones are valid here.
+        """
+        self.location, self.namespace, self.context = location, namespace, context
         self.name = name or namespace.name
         self.entries = CacheEntries(remedy=location.damage_remedy)
         self._known_arenas: dict[int, bool] = {}
-        """Arenas that were looked at: whether they are shown, or are damaged."""
+        """Number of every arena that was examined → whether it is open (False: damaged)."""
         self.entries_made = 0
-        """Entries that were made here since it was opened."""
+        """Entries that this store has made since it was opened."""
         if arenas is None:
             location.home.sweep()
             self.refresh()
@@ -62,75 +82,70 @@ class CacheStore:
 
     @property
     def arenas(self) -> list[str]:
-        """Those that are shown, in the order that refs count them in."""
+        """Names of the open arenas, in the order of their reader indices in refs."""
         return [self._arena_name(number) for number, is_open in self._known_arenas.items() if is_open]
 
     def refresh(self) -> None:
-        """Show arenas that were sealed since. A damaged one is left out, which is told; its entries are missing."""
+        """Open arenas that were sealed since. A damaged one is skipped with a warning; its entries count as missing."""
         for number in self._arena_numbers():
             if number not in self._known_arenas:
                 self._try_attach(number)
 
     def find(self, keys: EntryKeys) -> EntryRefs:
+        """The ref of each key's entry, or MISSING_REF."""
         return self.entries.find(keys)
 
     def missing_indices(self, keys: EntryKeys) -> NDArray[np.intp]:
-        """Places of keys that have no entry; of equal keys the first."""
+        """Indices of keys that have no entry; for equal keys only the first index."""
         distinct_keys, first_indices = unique_keys(keys)
         absent: NDArray[np.intp] = first_indices[self.find(distinct_keys) == MISSING_REF]
         return absent
 
     def fill(
-        self,
-        request: EntryRequest,
-        *,
-        host: HostFacts,
-        progress: Progress,
-        stop: Callable[[], bool] = never_stop,
-        peers: NodePeers = NO_PEERS,
+        self, request: EntryRequest, *, stop: Callable[[], bool] = never_stop, share_with_peers: bool = True
     ) -> int:
-        """Make what is missing; how many entries were made, by this process and its peers.
+        """Make all missing entries; returns how many were made by this process and its peers.
 
-        Ends with all of them there, with CacheError where they cannot be, or with Stopped. What was committed before an
-        error, a kill or a stop is never made again. Peers that fill the same store at the same time share the work: a
-        failure of one ends all of them.
+        Raises CacheError if they cannot be made, and FillStopped soon after `stop()` is true. Entries that were
+        committed before an error, a kill or a stop are never made again. Peers that fill the same store at the same
+        time share the work, and if one fails, all fail. Without `share_with_peers`, peers wait instead.
         """
+        peers = self.context.peers if share_with_peers else NO_PEERS
         entries_made = 0
         while len(self.missing_indices(request.keys)):
-            build = self._acquire_build(progress, stop, peers)
+            build = self._acquire_build(stop, peers)
             if build is None:
                 continue
             with build:
                 if isinstance(build, ArenaBuild):
-                    self.refresh()  # others may have sealed something while we came here
-                    entries_made += self._build_missing(build, request, host, progress, stop, peers)
+                    self.refresh()  # others may have sealed an arena while this process acquired the build
+                    entries_made += self._build_missing(build, request, stop, peers)
                 else:
-                    entries_made += self._fill_joined(build, request, host, progress, stop, peers)
+                    entries_made += self._fill_joined(build, request, stop, peers)
         self.entries_made += entries_made
         return entries_made
 
-    def help_fill(
-        self, create_request: Callable[[], EntryRequest], *, host: HostFacts, progress: Progress, peers: NodePeers
-    ) -> bool:
-        """Make some of what a peer is filling this store with now; False: there is nothing to be taken.
+    def help_fill(self, create_request: Callable[[], EntryRequest]) -> bool:
+        """Make some of the entries that a peer is filling this store with; False if there is nothing to make now.
 
-        `wanted` is called only if there is: it may be large.
+        `create_request` is called only if there is, because the request may be large.
         """
+        peers = self.context.peers
         joined = self._join_peer_build(peers)
         if joined is None:
             return False
         with joined:
-            self.entries_made += self._fill_joined(joined, create_request(), host, progress, never_stop, peers)
+            self.entries_made += self._fill_joined(joined, create_request(), never_stop, peers)
         return True
 
     def remove_unfinished(self) -> None:
-        """Remove what a stopped `fill` left behind; nothing if another process goes on with it."""
+        """Remove the arena that a stopped `fill` left unfinished, unless another process continues it."""
         for number in self._arena_numbers():
             if number not in self._known_arenas:
                 try:
                     self.location.home.remove(self._arena_name(number))
                 except (ArenaBusyError, ArenaMissingError):
-                    continue  # in use, or gone already
+                    continue  # in use, or removed already
 
     def close(self) -> None:
         self.entries.close()
@@ -155,11 +170,14 @@ class CacheStore:
         try:
             self._add_arena(number, self.location.home.attach(self._arena_name(number), verify=self.location.verify))
         except (ArenaMissingError, ArenaBusyError):
-            return  # not sealed yet, or just being removed
+            return  # not sealed yet, or being removed
         except ArenaDamagedError as error:
             self._known_arenas[number] = False
-            message = f"{error.file}: {error.description}; its entries are made again, and `supertuner cache prune` removes it"
-            self._sink.emit(WarningEvent(f"cache of {self.namespace.kind}", message))
+            message = (
+                f"{error.file}: {error.description}; the entries of this arena are made again, and "
+                "`supertuner cache prune` removes it"
+            )
+            self.context.sink.emit(WarningEvent(f"cache of {self.namespace.kind}", message))
 
     def _add_arena(self, number: int, reader: ArenaReader) -> None:
         self.entries.add_reader(reader)
@@ -167,18 +185,18 @@ class CacheStore:
         if self.location.on_attach is not None:
             self.location.on_attach(*reader.memory_range)
 
-    def _acquire_build(
-        self, progress: Progress, stop: Callable[[], bool], peers: NodePeers
-    ) -> ArenaBuild | BuildParticipant | None:
-        """A build of the next arena, or of the one that a dead builder left, or a part in that of a peer; None: look
-        again what is missing."""
+    def _acquire_build(self, stop: Callable[[], bool], peers: NodePeers) -> ArenaBuild | BuildParticipant | None:
+        """A build of the next arena or of one that a dead process left unfinished, or participation in a peer's build.
+
+        None if an arena was sealed meanwhile: the caller checks again which entries are missing.
+        """
         try:
             return self._try_build(0.0)
         except ArenaBusyError:
             waiting = f"waiting for another process: encoding {self.namespace.kind}"
         if (joined := self._join_peer_build(peers)) is not None:
             return joined
-        with progress.phase(waiting) as phase:
+        with self.context.progress.phase(waiting) as phase:
             while not stop():
                 phase.advance()
                 peers.check_peers()
@@ -190,7 +208,7 @@ class CacheStore:
         raise FillStopped
 
     def _join_peer_build(self, peers: NodePeers) -> BuildParticipant | None:
-        """A part in what a peer builds; None: nobody of this run does, or nothing is left to be taken."""
+        """Participation in a peer's build; None if no peer builds, or if all its entries are claimed already."""
         name = self._arena_name(max(self._arena_numbers(), default=-1))
         queue = EntryQueue.join(peers, self.location.home.path / name)
         if queue is None:
@@ -203,7 +221,7 @@ class CacheStore:
         try:
             return self.location.home.join(name)
         except (ArenaMissingError, ArenaBusyError):
-            return None  # sealed, or left by its builder, since we looked
+            return None  # sealed or abandoned in the meantime
 
     def _try_build(self, wait_s: float) -> ArenaBuild | None:
         last = max(self._arena_numbers(), default=-1)
@@ -217,55 +235,41 @@ class CacheStore:
         return None
 
     def _build_missing(
-        self,
-        build: ArenaBuild,
-        request: EntryRequest,
-        host: HostFacts,
-        progress: Progress,
-        stop: Callable[[], bool],
-        peers: NodePeers,
+        self, build: ArenaBuild, request: EntryRequest, stop: Callable[[], bool], peers: NodePeers
     ) -> int:
+        """Fill this process's own build and seal it; returns how many entries were made."""
         committed, missing = build.committed_keys(), self.missing_indices(request.keys)
         to_make = np.array([index for index in missing if key_text(request.keys[index]) not in committed], np.intp)
         if not len(to_make) and not committed:
             build.abandon()
             return 0
-        with progress.phase(self._title(request), items=len(missing), noun="entries") as phase:
+        with self._encoding_phase(request, len(missing)) as phase:
             phase.advance(items=len(missing) - len(to_make))
-            filler = self._create_filler(request, to_make, host)
+            writer = _EntryWriter(self, request, to_make)
             if peers.local_world_size == 1:
-                filler.write_entries(build, [to_make] if len(to_make) else [], phase, stop)
+                writer.write_entries(build, [to_make] if len(to_make) else [], phase, stop)
             else:
                 with EntryQueue.publish(peers, self.location.home.path / build.name, to_make) as queue:
-                    if not fill_from_queue(queue, filler, build, phase, stop, peers):
-                        return filler.entries_made  # a peer left; the build is kept, and gone on with
+                    if not _fill_from_queue(queue, writer, build, SharedPhase(queue, phase, peers), stop):
+                        return writer.entries_made  # a peer stopped early; the next iteration continues this build
         build.seal(self._meta())
         self._try_attach(_arena_number(build.name))
         return len(to_make)
 
     def _fill_joined(
-        self,
-        build: BuildParticipant,
-        request: EntryRequest,
-        host: HostFacts,
-        progress: Progress,
-        stop: Callable[[], bool],
-        peers: NodePeers,
+        self, build: BuildParticipant, request: EntryRequest, stop: Callable[[], bool], peers: NodePeers
     ) -> int:
-        """Make some of what a peer's build is missing; who builds waits for the last and seals."""
+        """Make entries for a peer's build. The peer waits for all participants and seals the arena."""
         queue = EntryQueue.join(peers, self.location.home.path / build.name)
-        assert queue is not None, "who joined a build has seen its list"
-        with queue, progress.phase(self._title(request), items=queue.state().total, noun="entries") as phase:
-            fill_from_queue(queue, self._create_filler(request, queue.unclaimed(), host), build, phase, stop, peers)
+        assert queue is not None, "a build can only be joined after its queue was published"
+        with queue, self._encoding_phase(request, queue.state().total) as phase:
+            writer = _EntryWriter(self, request, queue.unclaimed())
+            _fill_from_queue(queue, writer, build, SharedPhase(queue, phase, peers), stop)
             return queue.state().entries_made
 
-    def _create_filler(self, request: EntryRequest, to_make: EntryIndices, host: HostFacts) -> CacheFiller:
-        return CacheFiller(
-            self.namespace.kind, request, request.relative_size(to_make), len(to_make), self.location, host
-        )
-
-    def _title(self, request: EntryRequest) -> str:
-        return request.title or f"encoding {self.namespace.kind}"
+    def _encoding_phase(self, request: EntryRequest, entry_count: int) -> ProgressPhase:
+        title = request.title or f"encoding {self.namespace.kind}"
+        return self.context.progress.phase(title, items=entry_count, noun="entries")
 
     def _meta(self) -> dict[str, str | int]:
         space = self.namespace
@@ -276,6 +280,83 @@ class CacheStore:
             "identity": space.encoder_fingerprint,
             "dtype": space.dtype,
         }
+
+
+class _EntryWriter:
+    """Makes entries of a request and commits each as one unit of the arena.
+
+    After the first entry it knows about how large all are, and raises CacheError if they will not fit.
+    """
+
+    def __init__(self, store: CacheStore, request: EntryRequest, to_make: EntryIndices) -> None:
+        """`to_make` are all entries that are still missing, including those that peers will make."""
+        self._store, self._request = store, request
+        self._remaining_size, self._entry_count = request.relative_size(to_make), len(to_make)
+        self.entries_made = 0
+
+    def write_entries(
+        self, build: BuildParticipant, chunks: Iterable[EntryIndices], phase: ProgressPhase, stop: Callable[[], bool]
+    ) -> None:
+        """Make and commit all entries of all chunks. Opens a segment only if there is at least one chunk."""
+        writer: SegmentWriter | None = None
+        try:
+            for indices in chunks:
+                writer = writer or build.open_writer()
+                made_before = self.entries_made
+                with closing(self._request.make(indices)) as entries:
+                    for index, entry in entries:
+                        if stop():
+                            raise FillStopped
+                        phase.advance(items=1, nbytes=self._write_entry(writer, index, entry))
+                made = self.entries_made - made_before
+                assert made == len(indices), f"{made} of {len(indices)} entries were made"
+        finally:
+            if writer is not None:
+                writer.close()
+
+    def _write_entry(self, writer: SegmentWriter, index: int, entry: NamedTensors) -> int:
+        location, host = self._store.location, self._store.context.host
+        nbytes, size = entry_bytes(entry), self._request.relative_size(np.array([index], np.intp))
+        needed_bytes = int(nbytes * self._remaining_size / size)
+        if self.entries_made == 0 and needed_bytes > (free := free_bytes(location, host)):
+            raise self._no_room(needed_bytes, free)
+        try:
+            with writer.begin(key_text(self._request.keys[index])) as unit:
+                for field, tensor in entry.items():
+                    unit.put(field, tensor.detach().contiguous())
+        except ArenaFullError as error:
+            raise self._no_room(needed_bytes, min(free_bytes(location, host), needed_bytes)) from error
+        self._remaining_size -= size
+        self.entries_made += 1
+        return nbytes
+
+    def _no_room(self, needed_bytes: int, available_bytes: int) -> CacheError:
+        kind, remaining = self._store.namespace.kind, self._entry_count - self.entries_made
+        return CacheError(no_room_message(kind, remaining, needed_bytes, available_bytes, self._store.location))
+
+
+def _fill_from_queue(
+    queue: EntryQueue, writer: _EntryWriter, build: BuildParticipant, phase: SharedPhase, stop: Callable[[], bool]
+) -> bool:
+    """Make entries until all are claimed, then wait for peers to finish theirs; whether all are committed now."""
+    is_working = True
+    queue.start_working()
+    try:
+        writer.write_entries(build, queue.claim_chunks(), phase, stop)
+        queue.finish_working()
+        is_working = False
+        while (state := queue.state()).active_workers:
+            if stop():
+                raise FillStopped
+            phase.check_and_advance()
+            time.sleep(POLL_S)
+        phase.check_and_advance()
+        return not state.was_abandoned
+    except BaseException as error:
+        if not isinstance(error, FillStopped | PeerError):
+            queue.report_failure(phase.peers, str(error) or type(error).__name__)
+        queue.abandon(is_working=is_working)
+        raise
 
 
 def _arena_number(arena: str) -> int:

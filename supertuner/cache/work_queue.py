@@ -1,7 +1,8 @@
-"""Entries that are missing, as a list from which the processes of a node take: each entry is made by one of them.
+"""EntryQueue: the missing entries of an arena as a shared queue; each entry is made by one process of the node.
 
-The list is a file: whoever builds the arena writes it, and everybody who comes takes the next few places under its
-lock. Nobody waits for a process that does not come; one that took places and failed or is gone ends the others too.
+The queue is a file. The process that builds the arena writes it, and every process that joins claims the next few
+entries under the file's lock. No process waits for one that never joins. If a process that claimed entries fails or
+dies, all others fail, too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import struct
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -19,36 +20,38 @@ from types import TracebackType
 import numpy as np
 
 from supertuner.arena import locks
-from supertuner.arena.build import BuildParticipant
 from supertuner.arena.folder import translate_os_errors
-from supertuner.arena.node_peers import POLL_S, NodePeers
-from supertuner.cache.fill import CacheFiller, EntryIndices, FillStopped
+from supertuner.arena.node_peers import NodePeers
+from supertuner.cache.entries import EntryIndices
 from supertuner.core.bulk_io import write_all
-from supertuner.core.errors import CacheError, PeerError
+from supertuner.core.errors import CacheError
 from supertuner.core.events import ProgressPhase
 
 _HEADER = struct.Struct("<7q")
 _PEER_CHECK_S = 1.0
-"""Between two looks at the others while entries are made."""
+"""Seconds between two checks of the peers while this process makes entries."""
 _LOCK_TIMEOUT_S = 60.0
 _MAX_CHUNK = 32
 _MIN_CHUNKS_PER_WORKER = 4
-"""How often each process takes from what is left, at least."""
+"""Each process could claim at least this many chunks from the remaining entries."""
 
 
 @dataclass(slots=True)
 class QueueState:
+    """The file's header. Entries follow it as int64 indices."""
+
     total: int
     max_workers: int
-    """How many processes may take."""
+    """How many processes may claim entries."""
     taken: int = 0
+    """How many entries are claimed."""
     active_workers: int = 0
-    """Processes that take and make; one that is none of them has closed its writer."""
+    """Processes that may still claim or write entries. A process that is not counted has closed its writer."""
     was_abandoned: int = 0
-    """1 once a process left before it had made what it took."""
+    """1 once a process left before it had made all entries that it claimed."""
     entries_made: int = 0
     nbytes: int = 0
-    """Of those that are made."""
+    """Bytes of the entries made."""
 
 
 class EntryQueue:
@@ -57,7 +60,7 @@ class EntryQueue:
 
     @classmethod
     def publish(cls, peers: NodePeers, arena: Path, to_make: EntryIndices) -> EntryQueue:
-        """Publish the list for the arena at that place, which this process builds."""
+        """Create and publish the queue of the arena at this path, which this process builds."""
         assert peers.folder is not None
         name = f"queue-{uuid.uuid4().hex}"
         state = QueueState(len(to_make), peers.local_world_size)
@@ -74,7 +77,7 @@ class EntryQueue:
 
     @classmethod
     def join(cls, peers: NodePeers, arena: Path) -> EntryQueue | None:
-        """The list of the arena that another process of the node builds; None if there is none."""
+        """Open the queue of the arena that another process of the node builds; None if there is none."""
         name = peers.read_published(_message_name(arena))
         if name is None or peers.folder is None:
             return None
@@ -83,7 +86,7 @@ class EntryQueue:
             return cls(os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), name.decode())
 
     def claim_chunks(self) -> Iterator[EntryIndices]:
-        """Places that are ours alone, until all are taken."""
+        """Claim chunks of entries for this process until all are claimed."""
         while len(indices := self._claim_chunk()):
             yield indices
 
@@ -93,17 +96,17 @@ class EntryQueue:
             state.nbytes += nbytes
 
     def start_working(self) -> None:
-        """From here on we may take."""
+        """Count this process as active. Call it before claiming."""
         with self._updating_state() as state:
             state.active_workers += 1
 
     def finish_working(self) -> None:
-        """What we took is in the arena, and our writer is closed."""
+        """Call it when all claimed entries are committed and the writer is closed."""
         with self._updating_state() as state:
             state.active_workers -= 1
 
     def abandon(self, *, is_working: bool) -> None:
-        """We leave before all is made. Nothing more is to be taken: who builds lists anew what is missing then."""
+        """Leave before all claimed entries are made: no more can be claimed, and the builder publishes a new queue."""
         with self._updating_state() as state:
             state.active_workers -= is_working
             state.was_abandoned, state.taken = 1, state.total
@@ -113,17 +116,17 @@ class EntryQueue:
             return self._read_state()
 
     def unclaimed(self) -> EntryIndices:
-        """What nobody has taken yet."""
+        """Entries that no process has claimed yet."""
         state = self.state()
         content = os.pread(self._fd, 8 * (state.total - state.taken), _HEADER.size + 8 * state.taken)
         return np.frombuffer(content, "<i8").astype(np.intp)
 
     def report_failure(self, peers: NodePeers, reason: str) -> None:
-        """Tell all that wait for entries which we took that they will not come."""
+        """Make all processes that wait for entries of this one fail with `reason`."""
         peers.publish(f"{self._name} failed", reason.encode())
 
     def require_no_failure(self, peers: NodePeers) -> None:
-        """Raise what ended another process's making; PeerError if one is gone."""
+        """Raise CacheError with the reason if another process failed, or PeerError if one has died."""
         reason = peers.read_published(f"{self._name} failed")
         if reason is not None:
             raise CacheError(reason.decode(errors="replace"))
@@ -162,7 +165,7 @@ class EntryQueue:
     def _locked(self) -> Iterator[None]:
         if not locks.lock(self._fd, exclusive=True, wait_s=_LOCK_TIMEOUT_S):
             raise CacheError(
-                f"another process of this node holds {self._name} for {_LOCK_TIMEOUT_S:g} s; it may be stopped"
+                f"another process of this node has locked {self._name} for {_LOCK_TIMEOUT_S:g} s; it may be suspended"
             )
         try:
             yield
@@ -171,10 +174,10 @@ class EntryQueue:
 
 
 class SharedPhase:
-    """A phase that shows what all processes of the node made, and ends with the error of one that failed."""
+    """A progress phase that shows the entries of all processes of the node, and raises if one of them fails."""
 
     def __init__(self, queue: EntryQueue, phase: ProgressPhase, peers: NodePeers) -> None:
-        self._queue, self._phase, self._peers = queue, phase, peers
+        self._queue, self._phase, self.peers = queue, phase, peers
         self._shown_items = self._shown_bytes = 0
         self._checked_at = time.monotonic()
 
@@ -185,8 +188,13 @@ class SharedPhase:
         self._phase.advance(items=state.entries_made - self._shown_items, nbytes=state.nbytes - self._shown_bytes)
         self._shown_items, self._shown_bytes = state.entries_made, state.nbytes
         if state.was_abandoned or time.monotonic() - self._checked_at > _PEER_CHECK_S:
-            self._queue.require_no_failure(self._peers)
+            self._queue.require_no_failure(self.peers)
             self._checked_at = time.monotonic()
+
+    def check_and_advance(self) -> None:
+        """Raise if a process failed or died; else update the display."""
+        self._queue.require_no_failure(self.peers)
+        self.advance()
 
     def __enter__(self) -> ProgressPhase:
         return self
@@ -197,45 +205,12 @@ class SharedPhase:
         pass
 
 
-def fill_from_queue(
-    queue: EntryQueue,
-    filler: CacheFiller,
-    build: BuildParticipant,
-    phase: ProgressPhase,
-    stop: Callable[[], bool],
-    peers: NodePeers,
-) -> bool:
-    """Make entries until all are taken, and wait for those that others took; whether all are in the arena now."""
-    shared_phase = SharedPhase(queue, phase, peers)
-    is_working = True
-    queue.start_working()
-    try:
-        filler.write_entries(build, queue.claim_chunks(), shared_phase, stop)
-        queue.finish_working()
-        is_working = False
-        return _wait_for_others(queue, shared_phase, stop, peers)
-    except BaseException as error:
-        if not isinstance(error, FillStopped | PeerError):
-            queue.report_failure(peers, str(error) or type(error).__name__)
-        queue.abandon(is_working=is_working)
-        raise
-
-
-def _wait_for_others(queue: EntryQueue, phase: ProgressPhase, stop: Callable[[], bool], peers: NodePeers) -> bool:
-    while (state := queue.state()).active_workers:
-        if stop():
-            raise FillStopped
-        queue.require_no_failure(peers)
-        phase.advance()
-        time.sleep(POLL_S)
-    queue.require_no_failure(peers)
-    phase.advance()
-    return not state.was_abandoned
-
-
 def chunk_size(remaining: int, max_workers: int) -> int:
-    """How many are taken together. Decoding begins anew with each chunk, so there are not too few; towards the end
-    there is one: nobody waits for more than what another is just making."""
+    """How many entries a process claims at once.
+
+    Decoding ahead restarts with each chunk, so chunks should be large. Towards the end they shrink to one entry, so
+    that no process waits for more than the one entry that another is making.
+    """
     return min(remaining, _MAX_CHUNK, max(1, remaining // (_MIN_CHUNKS_PER_WORKER * max_workers)))
 
 

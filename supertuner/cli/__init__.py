@@ -1,4 +1,4 @@
-"""The command line: parses, calls one function, prints. Commands import rooms when they run, so --help is instant."""
+"""The command line: parses arguments, calls, prints. Commands import packages when they run, so --help is instant."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from supertuner.cli.baseline import app as baseline
 from supertuner.cli.cache import app as cache
 from supertuner.cli.checkpoint import app as checkpoint
 from supertuner.cli.config import app as config
+from supertuner.cli.data import register as register_data
 from supertuner.cli.doctor import register as register_doctor
-from supertuner.cli.env import register as register_env
 from supertuner.cli.estimate import register as register_estimate
-from supertuner.cli.preview import register as register_preview
 from supertuner.cli.quickstart import register as register_quickstart
 from supertuner.cli.run import app as run
-from supertuner.cli.stage import register as register_stage
+from supertuner.cli.run import register as register_validate
 from supertuner.cli.train import register as register_train
-from supertuner.cli.validate import register as register_validate
 from supertuner.core.errors import ConfigError, SuperTunerError
 
 app = typer.Typer(
@@ -35,11 +33,9 @@ app = typer.Typer(
 register_quickstart(app)
 register_train(app)
 register_estimate(app)
-register_stage(app)
-register_preview(app)
+register_data(app)
 register_validate(app)
 register_doctor(app)
-register_env(app)
 app.add_typer(config, name="config")
 app.add_typer(arena, name="arena")
 app.add_typer(cache, name="cache")
@@ -61,7 +57,7 @@ def _print_version(wanted: bool) -> None:
 def global_options(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     from supertuner.config.sources.environment import current_environment
@@ -72,16 +68,19 @@ def global_options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command, by these arguments or the process's own. A user's problem is a message, never a traceback."""
+    """Run a command with these arguments, by default those of the process. Errors of users are printed as a message,
+    never as a traceback."""
     try:
         app(arguments)
     except SuperTunerError as error:
         if not _is_reported_by_first_rank(error):
             typer.echo(str(error), err=True)
         sys.exit(error.exit_code)
-    except OSError as error:  # the machine's refusal, where no room had a better answer: which file, and what it said
+    except OSError as error:  # one that no package handles: print the file and the system's reason
         where = f"{error.filename}: " if error.filename is not None else ""
-        typer.echo(f"{where}{error.strerror or error}; the system refused this, and the command cannot go on", err=True)
+        typer.echo(
+            f"{where}{error.strerror or error}; the system refused this, and the command cannot continue", err=True
+        )
         sys.exit(1)
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
@@ -89,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _is_reported_by_first_rank(error: SuperTunerError) -> bool:
-    """A configuration that is wrong is so for all processes of a node: the first of them says it."""
+    """Whether this is a configuration error on a local rank other than 0: all ranks of the node have it, rank 0
+    prints."""
     from supertuner.config.sources.environment import current_environment
     from supertuner.config.sources.launcher import LOCAL_RANK
 

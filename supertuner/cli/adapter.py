@@ -1,4 +1,4 @@
-"""`supertuner adapter`: see what an adapter's file is, write it for other programs, and merge it into a model."""
+"""`supertuner adapter`: inspect adapter files, write them for other programs, and merge them into a model."""
 
 from __future__ import annotations
 
@@ -11,66 +11,64 @@ import typer
 if TYPE_CHECKING:
     from supertuner.train.export.adapter_files import AdapterFile
 
-app = typer.Typer(help="Inspect, convert and merge files of adapters.", no_args_is_help=True)
+app = typer.Typer(help="Inspect, convert, export and merge adapter files.", no_args_is_help=True)
 
 MAX_METADATA_CHARACTERS = 2000
-"""Characters of a text of metadata: kohya's trainers put whole lists of tags into it."""
-AdapterFileArgument = Annotated[Path, typer.Argument(help="A .safetensors file of an adapter.", metavar="FILE")]
+"""Longest metadata text that is printed: kohya's trainers store whole lists of tags."""
+AdapterFileArgument = Annotated[Path, typer.Argument(help="The .safetensors file of an adapter.", metavar="FILE")]
 FamilyOption = Annotated[
-    str | None, typer.Option("--family", help="The model's family, where its layers leave it open.")
+    str | None, typer.Option("--family", help="The model family, if the names of the layers fit several.")
 ]
 ExpertOption = Annotated[
-    str | None, typer.Option("--expert", help="high_noise or low_noise, where neither keys nor name say it.")
+    str | None, typer.Option("--expert", help="The expert, if neither the keys nor the file name show it.")
 ]
-OutOption = Annotated[Path | None, typer.Option("--out", help="Where to; without it, beside FILE.", metavar="PATH")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
-PartialOption = Annotated[bool, typer.Option("--partial", help="Leave out keys that are not understood.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Where to write. Default: beside FILE.", metavar="PATH")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
+PartialOption = Annotated[bool, typer.Option("--partial", help="Leave out unknown keys.")]
 
 
 @app.command()
 def inspect(
     file: AdapterFileArgument,
     family: FamilyOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, metadata included.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all metadata.")] = False,
 ) -> None:
-    """Scheme, experts, ranks, norms and origin of an adapter. Exit code 1 if some of its values are not numbers."""
-    from supertuner.tools.adapter_inspect import inspect_adapter as inspected
-    from supertuner.tools.adapter_inspect import inspection_record
+    """Print the naming scheme, experts, ranks, norms and origin of an adapter. Exits with 1 if a value is not
+    finite."""
+    from supertuner.tools.adapter_inspect import inspect_adapter, inspection_record
     from supertuner.train.export.adapter_files import open_adapter
 
     adapter_file = open_adapter(file, family)
-    report = inspection_record(adapter_file, inspected(adapter_file))
+    report = inspection_record(adapter_file, inspect_adapter(adapter_file))
     if as_json:
         typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         _print_report(report)
     if report["not_finite"]:
-        typer.echo(
-            f"{len(adapter_file.entries)} tensors, of which these are not finite: {report['not_finite']}", err=True
-        )
+        typer.echo(f"of {len(adapter_file.entries)} tensors, these are not finite: {report['not_finite']}", err=True)
         raise typer.Exit(1)
 
 
 @app.command()
 def convert(
     file: AdapterFileArgument,
-    to: Annotated[str, typer.Option("--to", help="A scheme's name; `supertuner adapter schemes` lists them.")],
+    to: Annotated[str, typer.Option("--to", help="A naming scheme; `supertuner adapter schemes` lists them.")],
     out: OutOption = None,
     expert: ExpertOption = None,
     family: FamilyOption = None,
     partial: PartialOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Write an adapter's file in another program's names."""
+    """Write an adapter with the key names of another program."""
     from supertuner.core.errors import ModelError
     from supertuner.models.adapters.keys_schemes import KEY_SCHEMES
-    from supertuner.train.export.adapter_files import convert_adapter as converted
+    from supertuner.train.export.adapter_files import convert_adapter
 
     if to not in KEY_SCHEMES:
-        raise ModelError(f"--to is {to!r}; there are {', '.join(KEY_SCHEMES)}")
+        raise ModelError(f"--to is {to!r}; known schemes: {', '.join(KEY_SCHEMES)}")
     adapter_file = _open_adapter_file(file, family, expert, partial)
     target = out or file.with_name(f"{file.stem}.{to}.safetensors")
-    count = converted(adapter_file, KEY_SCHEMES[to], target, overwrite=force, family=family)
+    count = convert_adapter(adapter_file, KEY_SCHEMES[to], target, overwrite=force, family=family)
     typer.echo(
         f"{target}: {count} tensors, {adapter_file.reading.scheme.name} to {to}; {adapter_file.reading.summary()}"
     )
@@ -86,36 +84,36 @@ def export(
     partial: PartialOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Write an adapter for a program that loads it: one file per expert, in the names which that program reads."""
-    from supertuner.tools.adapter_export import export_adapter as exported
+    """Write an adapter for a program: one file per expert, with the key names that the program reads."""
+    from supertuner.tools.adapter_export import export_adapter
 
     adapter_file = _open_adapter_file(file, family, expert, partial)
-    for exported_path, count in exported(adapter_file, program, out, overwrite=force, family=family):
+    for exported_path, count in export_adapter(adapter_file, program, out, overwrite=force, family=family):
         typer.echo(f"{exported_path}: {count} tensors for {program}")
     typer.echo(adapter_file.reading.summary())
 
 
 @app.command()
 def merge(
-    files: Annotated[list[Path], typer.Argument(help="One file, or one for each expert.", metavar="FILE...")],
+    files: Annotated[list[Path], typer.Argument(help="One file, or one per expert.", metavar="FILE...")],
     base: Annotated[Path, typer.Option("--base", help="The folder of a diffusers pipeline.", metavar="FOLDER")],
     out: Annotated[Path, typer.Option("--out", help="The new folder.", metavar="FOLDER")],
-    strength: Annotated[float, typer.Option("--strength", help="1: the adapter as trained.")] = 1.0,
+    strength: Annotated[float, typer.Option("--strength", help="Factor of the adapter; 1 is as trained.")] = 1.0,
     expert: ExpertOption = None,
     family: FamilyOption = None,
 ) -> None:
-    """Write a model's folder anew with adapters merged into it. The base stays as it is."""
-    from supertuner.tools.adapter_merge import merge_adapters as merged
+    """Write a copy of a model with adapters merged into its weights. The base is not changed."""
+    from supertuner.tools.adapter_merge import merge_adapters
 
     adapter_files = [_open_adapter_file(file, family, expert, partial=False) for file in files]
-    for part, count in merged(adapter_files, base, out, strength).items():
-        change_text = f"{count} layers changed" if count else "as in the base: no FILE is of this expert"
+    for part, count in merge_adapters(adapter_files, base, out, strength).items():
+        change_text = f"{count} layers changed" if count else "unchanged: no FILE belongs to this expert"
         typer.echo(f"{out / part}: {change_text}")
 
 
 @app.command()
 def schemes() -> None:
-    """List the schemes, each with a key of it."""
+    """List the naming schemes, each with an example key."""
     from supertuner.models.adapters.keys_schemes import KEY_SCHEMES
     from supertuner.tools.adapter_export import example_key
 
@@ -133,11 +131,11 @@ def _open_adapter_file(file: Path, family: str | None, expert: str | None, parti
     )
 
     if expert is not None and expert not in EXPERT_BY_SUFFIX.values():
-        raise ModelError(f"--expert is {expert!r}; there are {', '.join(EXPERT_BY_SUFFIX.values())}")
+        raise ModelError(f"--expert is {expert!r}; known experts: {', '.join(EXPERT_BY_SUFFIX.values())}")
     refuse_checkpoint_part(file)
     adapter_file = open_adapter(file, family)
     if adapter_file.reading.unknown and not partial:
-        raise ModelError(f"{file}: {adapter_file.reading.summary()}; with --partial they are left out")
+        raise ModelError(f"{file}: {adapter_file.reading.summary()}; use --partial to leave them out")
     return with_expert(adapter_file, expert)
 
 
@@ -149,21 +147,22 @@ def _print_report(report: dict[str, Any]) -> None:
     }
     typer.echo(f"{report['file']}: {bytes_text(report['nbytes'])}, {', '.join(report['dtypes'])}")
     typer.echo(f"  scheme    {report['scheme']}; family {' or '.join(report['families'])}")
-    typer.echo(f"  expert    {' and '.join(report['experts']) or 'not said'}")
-    typer.echo(
-        f"  layers    {count_texts['kinds']}; rank {count_texts['ranks'] or 'none'}; scale {count_texts['scales'] or 'none'}"
-    )
+    typer.echo(f"  expert    {' and '.join(report['experts']) or 'unknown'}")
+    ranks, scales = (count_texts[name] or "none" for name in ("ranks", "scales"))
+    typer.echo(f"  layers    {count_texts['kinds']}; rank {ranks}; scale {scales}")
     if report["norm"] is not None:
         largest = ", ".join(f"{layer} {norm:.3g}" for layer, norm in report["largest"].items())
-        typer.echo(f"  norm      {report['norm']:.4g} in all; largest: {largest}")
+        typer.echo(f"  norm      {report['norm']:.4g} in total; largest: {largest}")
     loads = [family for family, reads in report["comfyui"].items() if reads]
-    typer.echo(f"  ComfyUI   {'reads these names' if loads else 'does not read these names: see `adapter export`'}")
+    typer.echo(
+        f"  ComfyUI   {'reads these names' if loads else 'does not read these names; see `supertuner adapter export`'}"
+    )
     typer.echo(f"  keys      {report['matched']} of {report['keys']} matched")
     for key, reason in report["unknown"].items():
         typer.echo(f"            {key}: {reason}")
-    typer.echo(f"  base      {report['base_model'] or 'not said'}")
+    typer.echo(f"  base      {report['base_model'] or 'unknown'}")
     for key, text in report["metadata"].items():
         shown = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-        typer.echo(
-            f"  {key}: {shown if len(shown) < MAX_METADATA_CHARACTERS else shown[:MAX_METADATA_CHARACTERS] + ' … (--json shows all)'}"
-        )
+        if len(shown) >= MAX_METADATA_CHARACTERS:
+            shown = f"{shown[:MAX_METADATA_CHARACTERS]} … (--json shows all)"
+        typer.echo(f"  {key}: {shown}")

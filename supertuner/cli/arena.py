@@ -1,4 +1,4 @@
-"""`supertuner arena`: see, check and remove what this node holds for this user."""
+"""`supertuner arena`: list, verify and remove the arenas of this user on this node."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from supertuner.cli.options import JsonOption
+
 if TYPE_CHECKING:
     from rich.table import Table
 
     from supertuner.arena.arena_info import ArenaInfo
     from supertuner.arena.home import ArenaHome
 
-app = typer.Typer(help="See, check and remove staged data of this node.", no_args_is_help=True)
+app = typer.Typer(help="List, verify and remove staged data of this node.", no_args_is_help=True)
 
 HomeOption = Annotated[
-    Path | None, typer.Option("--home", help="The arenas' folder; without it, this user's on tmpfs.", metavar="FOLDER")
+    Path | None,
+    typer.Option("--home", help="The folder of arenas. Default: this user's folder on tmpfs.", metavar="FOLDER"),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
 
 
 @app.command("ls")
 def list_arenas(home: HomeOption = None, as_json: JsonOption = False) -> None:
-    """List arenas: how much they hold, whether anyone uses them, and how long they stay."""
+    """List arenas: their size, whether a process uses them, and how long they stay."""
     arena_home = _open_home(home)
     infos = arena_home.list_arenas()
     if as_json:
@@ -39,7 +41,7 @@ def list_arenas(home: HomeOption = None, as_json: JsonOption = False) -> None:
         return
     table = _table(infos, str(arena_home.path))
     needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-    Console(highlight=False, width=max(console.width, needed)).print(table)  # a name that is folded cannot be copied
+    Console(highlight=False, width=max(console.width, needed)).print(table)  # do not wrap: users copy names from it
     for info in infos:
         if info.problem:
             typer.echo(info.problem)
@@ -47,10 +49,12 @@ def list_arenas(home: HomeOption = None, as_json: JsonOption = False) -> None:
 
 @app.command()
 def verify(
-    names: Annotated[list[str] | None, typer.Argument(help="Which; without any, all.", metavar="[NAME]...")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="The arenas to verify. Default: all.", metavar="[NAME]...")
+    ] = None,
     home: HomeOption = None,
 ) -> None:
-    """Check every byte of arenas against its checksum. Exit code 1 if one is damaged."""
+    """Verify the checksums of all bytes of arenas. Exits with 1 if an arena is damaged."""
     from supertuner.core.errors import ArenaDamagedError
     from supertuner.sinks.console import ConsoleSink
 
@@ -62,7 +66,7 @@ def verify(
             try:
                 with arena_home.attach(name) as reader:
                     reader.verify(console)
-                    typer.echo(f"{name}: whole, {len(reader)} units")
+                    typer.echo(f"{name}: intact, {len(reader)} units")
             except ArenaDamagedError as error:
                 typer.echo(f"{name}: damaged: {error}", err=True)
                 damaged += 1
@@ -72,11 +76,11 @@ def verify(
 
 @app.command()
 def rm(
-    names: Annotated[list[str], typer.Argument(help="Which.", metavar="NAME...")],
+    names: Annotated[list[str], typer.Argument(help="The arenas to remove.", metavar="NAME...")],
     home: HomeOption = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove arenas. One that is in use is not removed."""
+    """Remove arenas. An arena that a process uses is not removed."""
     from supertuner.core.types import bytes_text
 
     arena_home = _open_home(home)
@@ -93,8 +97,8 @@ def _open_home(path: Path | None) -> ArenaHome:
     from supertuner.arena.home import ArenaHome, default_home
     from supertuner.core.errors import ArenaError
 
-    if path is not None and not path.is_dir():  # looking at a folder must not make it
-        raise ArenaError(f"--home {path}: is not a folder; `arena.home` of the configuration names it")
+    if path is not None and not path.is_dir():  # listing must not create the folder
+        raise ArenaError(f"--home {path} is not a folder; give the folder that arena.home names in the configuration")
     return ArenaHome(path or default_home())
 
 
@@ -118,10 +122,10 @@ def _table(infos: list[ArenaInfo], title: str) -> Table:
     from supertuner.core.types import bytes_text
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("name", overflow="fold")  # whole: it is what `rm` wants to be told
+    table.add_column("name", overflow="fold")  # never shortened: `arena rm` needs the whole name
     for heading in ("size", "units"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("state", "made", "stays"):
+    for heading in ("state", "created", "stays"):
         table.add_column(heading, no_wrap=True)
     for info in infos:
         units = "" if info.units is None else str(info.units)

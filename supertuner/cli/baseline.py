@@ -1,4 +1,4 @@
-"""`supertuner baseline`: measure a configuration's training, keep it, and tell later whether anything got worse."""
+"""`supertuner baseline`: measure the training of a configuration, store it, and later check for regressions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from supertuner.cli.stage import ConfigArgument, SetOption
+from supertuner.cli.options import ConfigArgument, SetOption
 from supertuner.core.errors import BaselineError, OptionError, SuperTunerError
 
 if TYPE_CHECKING:
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class BaselineCommandGroup(TyperGroup):
-    """Exit code 1 says that something got worse, and nothing else: whatever goes wrong here is 2."""
+    """Reserves exit code 1 for regressions: every other error of these commands exits with 2."""
 
-    def invoke(self, ctx: Any) -> Any:  # click's, of which typer has had two
+    def invoke(self, ctx: Any) -> Any:  # click's Context; typer has used two versions of it
         try:
             return super().invoke(ctx)
         except SuperTunerError as error:
@@ -31,25 +31,26 @@ class BaselineCommandGroup(TyperGroup):
             raise BaselineError(f"{where}{error.strerror or error}; the system refused this") from error
 
 
-app = typer.Typer(
-    cls=BaselineCommandGroup, help="Measure training, and tell whether it got worse.", no_args_is_help=True
-)
+app = typer.Typer(cls=BaselineCommandGroup, help="Measure training, and check for regressions.", no_args_is_help=True)
 
-BaselineNameArgument = Annotated[str, typer.Argument(help="The baseline's name.", show_default=False)]
-BaselineFolderOption = Annotated[Path, typer.Option("--dir", help="The folder that holds baselines.")]
+BaselineNameArgument = Annotated[str, typer.Argument(help="The name of the baseline.", show_default=False)]
+BaselineFolderOption = Annotated[Path, typer.Option("--dir", help="The folder of baselines.")]
 PeerOption = Annotated[
     Path | None,
-    typer.Option(metavar="SCRIPT", help="Keep ratios against a script that does the same work, and no times."),
+    typer.Option(metavar="SCRIPT", help="Store ratios to a script that does the same work, instead of times."),
 ]
 LimitOption = Annotated[
-    float, typer.Option(min=0.1, max=100, metavar="PERCENT", help="How much worse is a regression.")
+    float,
+    typer.Option(min=0.1, max=100, metavar="PERCENT", help="A change for the worse of more than this is a regression."),
 ]
 RepeatsOption = Annotated[
-    int, typer.Option(min=1, help="Rounds, each of new processes; as many again follow while undecided.")
+    int, typer.Option(min=1, help="Rounds, each in new processes; as many follow again while undecided.")
 ]
-MostOption = Annotated[int | None, typer.Option(min=1, help="Rounds at most.", show_default="three times --repeats")]
+MostOption = Annotated[
+    int | None, typer.Option(min=1, help="Largest number of rounds.", show_default="three times --repeats")
+]
 StepsOption = Annotated[
-    int | None, typer.Option(min=2, help="Steps of each run.", show_default="those of the baseline")
+    int | None, typer.Option(min=2, help="Optimizer steps of each run.", show_default="those of the baseline")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of Markdown.")]
 UNDECIDED_EXIT_CODE = 3
@@ -57,26 +58,26 @@ UNDECIDED_EXIT_CODE = 3
 
 @app.callback()
 def group() -> None:
-    """Measure training, and tell whether it got worse."""
+    """Measure training, and check for regressions."""
 
 
 @app.command()
-def capture(
+def capture(  # many parameters: one parameter per option
     name: BaselineNameArgument,
     config: ConfigArgument,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each repeat.")] = 1000,
-    repeats: Annotated[int, typer.Option(min=1, help="How many times they are run, each in a process of its own.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs, each in its own process.")] = 3,
     sets: SetOption = None,
     folder: BaselineFolderOption = Path("baseline"),
     profile: Annotated[
-        bool, typer.Option("--profile", help="Keep a trace of torch's profiler too, of some steps of a run of its own.")
+        bool, typer.Option("--profile", help="Also store a torch profiler trace of some steps, from a separate run.")
     ] = False,
     peer: PeerOption = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Capture a baseline of this name anew.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace an existing baseline of this name.")] = False,
 ) -> None:
-    """Train CONFIG for some steps, several times over, and keep what it took in baseline/NAME.
+    """Train CONFIG for some steps, several times, and store the measurements in baseline/NAME.
 
-    Nothing of it touches the runs of CONFIG: those of a capture have names of their own, and are removed.
+    Runs of CONFIG are not touched: a capture uses its own run folders and removes them.
     """
     from supertuner.config.sources import environment
     from supertuner.sinks.console import ConsoleSink
@@ -84,7 +85,7 @@ def capture(
     from supertuner.tools.baseline.baseline_report import baseline_summary
 
     if peer is not None:
-        _refuse_options({"--profile": profile}, "with --peer only ratios are kept: leave out {}, or leave out --peer")
+        _refuse_options({"--profile": profile}, "--peer stores only ratios: leave out {}, or leave out --peer")
         from supertuner.tools.baseline import peer_ratios as ratios
         from supertuner.tools.baseline.rounds import ComparisonOptions
 
@@ -99,7 +100,9 @@ def capture(
                 progress=console,
             )
         typer.echo("\n".join(ratios.ratio_lines(captured_ratios)))
-        typer.echo(f"\nkept in {folder / name}; `supertuner baseline check {name} {config} --peer {peer}` judges by it")
+        typer.echo(
+            f"\nstored in {folder / name}; compare with `supertuner baseline check {name} {config} --peer {peer}`"
+        )
         return
     with ConsoleSink() as console:
         path, baseline = capture_baseline(
@@ -112,12 +115,12 @@ def capture(
             progress=console,
         )
     typer.echo("\n".join(baseline_summary(baseline)))
-    typer.echo(f"\nkept in {path}; `supertuner baseline check {name}` tells later whether it got worse")
+    typer.echo(f"\nstored in {path}; compare with `supertuner baseline check {name}`")
 
 
 @app.command("ls")
 def list_baselines(folder: BaselineFolderOption = Path("baseline")) -> None:
-    """List the baselines that were captured, and say of those that cannot be read why."""
+    """List the baselines, and the reason for each that cannot be read."""
     from supertuner.tools.baseline.listing import list_baselines
 
     lines, problems = list_baselines(folder)
@@ -127,22 +130,24 @@ def list_baselines(folder: BaselineFolderOption = Path("baseline")) -> None:
 
 
 @app.command()
-def check(
+def check(  # many parameters: one parameter per option
     name: BaselineNameArgument,
     config: Annotated[
         Path | None,
-        typer.Argument(help="A configuration to run instead of the one that was kept.", show_default=False),
+        typer.Argument(help="A configuration to run instead of the stored one.", show_default=False),
     ] = None,
     against: Annotated[
         str | None,
         typer.Option(
             metavar="CODE",
-            help="Old code to run beside: a git revision, a folder with another checkout, or another environment's "
-            "python. Unless given: the commit of the capture, where this checkout has it.",
+            help="Old code to run for comparison: a git revision, a folder with another checkout, or the python of "
+            "another environment. Default: the commit of the capture, if this checkout has it.",
         ),
     ] = None,
     peer: PeerOption = None,
-    stored: Annotated[bool, typer.Option("--stored", help="Run no old code: judge by what was kept.")] = False,
+    stored: Annotated[
+        bool, typer.Option("--stored", help="Run no old code: compare with the stored measurements.")
+    ] = False,
     limit: LimitOption = 5.0,
     repeats: RepeatsOption = 3,
     most: MostOption = None,
@@ -151,10 +156,10 @@ def check(
     folder: BaselineFolderOption = Path("baseline"),
     as_json: JsonOption = False,
 ) -> None:
-    """Train as baseline NAME did, with the code here, and tell whether anything got worse.
+    """Train as baseline NAME did, with the current code, and check for regressions.
 
-    Exit code 0: nothing did; 1: something did; 2: it could not be done; 3: the noise, or another machine, does not let
-    tell. The report is kept in the baseline's folder, as check.md and check.json.
+    Exit codes: 0: no regression; 1: a regression; 2: the check failed; 3: undecided, because of noise or because this
+    is another machine. The report is stored in the baseline's folder as check.md and check.json.
     """
     from supertuner.config.sources import environment
     from supertuner.sinks.console import ConsoleSink
@@ -167,11 +172,11 @@ def check(
 
         path = folder / name
         unusable_options = {"--against": against is not None, "--stored": stored}
-        _refuse_options(unusable_options, "with --peer the other side is the peer: leave out {}, or leave out --peer")
+        _refuse_options(unusable_options, "--peer compares with the peer script: leave out {}, or leave out --peer")
         if config is None:
-            raise OptionError("a baseline of ratios has no configuration of its own: give CONFIG")
+            raise OptionError("a baseline of ratios stores no configuration: give CONFIG")
         with ConsoleSink() as console:
-            judgement = ratios.check_ratios(
+            comparison = ratios.check_ratios(
                 path,
                 config,
                 peer,
@@ -180,9 +185,9 @@ def check(
                 environ=environment.current_environment(),
                 progress=console,
             )
-        _report_and_exit(f"Baseline {path.name}, beside {peer.name}", judgement, None, as_json)
+        _report_and_exit(f"Baseline {path.name}, against {peer.name}", comparison, None, as_json)
     with ConsoleSink() as console:
-        path, judgement = checking.check_baseline(
+        path, comparison = checking.check_baseline(
             folder,
             name,
             options,
@@ -191,15 +196,15 @@ def check(
             environ=environment.current_environment(),
             progress=console,
         )
-    _report_and_exit(f"Baseline {path.name}, now", judgement, path / "check", as_json)
+    _report_and_exit(f"Baseline {path.name}, now", comparison, path / "check", as_json)
 
 
 @app.command()
-def compare(
-    old: Annotated[str, typer.Argument(metavar="A", help="The baseline before.", show_default=False)],
-    new: Annotated[str, typer.Argument(metavar="B", help="The baseline after.", show_default=False)],
+def compare(  # many parameters: one parameter per option
+    old: Annotated[str, typer.Argument(metavar="A", help="The old baseline.", show_default=False)],
+    new: Annotated[str, typer.Argument(metavar="B", help="The new baseline.", show_default=False)],
     again: Annotated[
-        bool, typer.Option("--again", help="Run both here again, in turns, so that they see the same weather.")
+        bool, typer.Option("--again", help="Run both again on this machine, in alternation, under the same conditions.")
     ] = False,
     limit: LimitOption = 5.0,
     repeats: Annotated[int | None, typer.Option(min=1, help="With --again: as for `check`.", show_default="3")] = None,
@@ -208,9 +213,9 @@ def compare(
     folder: BaselineFolderOption = Path("baseline"),
     as_json: JsonOption = False,
 ) -> None:
-    """Tell whether baseline B is worse than A: by what was kept of both, or, with --again, by running both.
+    """Check whether baseline B is a regression from A: by the stored measurements, or with --again by running both.
 
-    Exit codes as those of `check`. The report is kept in B's folder, as against-A.md and against-A.json.
+    Exit codes as for `check`. The report is stored in B's folder as against-A.md and against-A.json.
     """
     from supertuner.config.sources import environment
     from supertuner.sinks.console import ConsoleSink
@@ -222,41 +227,41 @@ def compare(
         unusable_options = {"--steps": steps is not None, "--repeats": repeats is not None, "--most": most is not None}
         _refuse_options(
             unusable_options,
-            "{} says how to run both, and nothing runs without --again: give that too, or leave it out",
+            "{} has no effect without --again: add --again, or leave it out",
         )
     repeats = repeats or DEFAULT_REPEATS
     options = ComparisonOptions(limit / 100, repeats, most or 3 * repeats, steps)
     if again:
         with ConsoleSink() as console:
-            path, judgement = checking.compare_by_rerunning(
+            path, comparison = checking.compare_by_rerunning(
                 folder, (old, new), options, environ=environment.current_environment(), progress=console
             )
     else:
-        path, judgement = checking.compare_baselines(folder, (old, new), options)
+        path, comparison = checking.compare_baselines(folder, (old, new), options)
     _report_and_exit(
-        f"Baseline {path.name} against {Path(old).name}", judgement, path / f"against-{Path(old).name}", as_json
+        f"Baseline {path.name} against {Path(old).name}", comparison, path / f"against-{Path(old).name}", as_json
     )
 
 
 def _refuse_options(is_given_by_option: dict[str, bool], message: str) -> None:
-    """Options that would change nothing."""
+    """Raise OptionError if one of these options is given; `message` holds {} for their names."""
     if refused := [name for name, is_given in is_given_by_option.items() if is_given]:
         raise OptionError(message.format(" and ".join(refused)))
 
 
-def _report_and_exit(title: str, judgement: ComparisonResult, stem: Path | None, as_json: bool) -> None:
-    """Print what was found, keep it, and leave with its exit code."""
+def _report_and_exit(title: str, comparison: ComparisonResult, stem: Path | None, as_json: bool) -> None:
+    """Print the result, store it as `stem`.json and `stem`.md, and exit with its exit code."""
     from supertuner.core.durable import write_json, write_text
-    from supertuner.tools.baseline import comparison_report as verdict
+    from supertuner.tools.baseline import comparison_report
     from supertuner.tools.baseline.regression import RegressionVerdict
 
-    document, text = verdict.as_json(title, judgement), verdict.as_markdown(title, judgement)
+    document, text = comparison_report.as_json(title, comparison), comparison_report.as_markdown(title, comparison)
     if stem is not None:
         try:
             write_json(stem.with_name(f"{stem.name}.json"), document)
             write_text(stem.with_name(f"{stem.name}.md"), text)
-        except OSError as error:  # what was found counts all the same, and took long to find
-            typer.echo(f"the report is not kept: {stem.parent} cannot be written to ({error.strerror})", err=True)
+        except OSError as error:  # the result is still valid, and took long to measure
+            typer.echo(f"the report is not stored: {stem.parent} cannot be written ({error.strerror})", err=True)
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False) if as_json else text.rstrip())
     codes = {RegressionVerdict.WORSE: 1, RegressionVerdict.UNDECIDED: UNDECIDED_EXIT_CODE}
-    raise typer.Exit(codes.get(judgement.verdict, 0))
+    raise typer.Exit(codes.get(comparison.verdict, 0))

@@ -1,4 +1,4 @@
-"""`supertuner cache`: encode ahead of training, and see, check and prune what was encoded."""
+"""`supertuner cache`: encode before training, and list, verify and prune caches."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from supertuner.cli.stage import ConfigArgument, SetOption
+from supertuner.cli.options import ConfigArgument, JsonOption, SetOption
 
 if TYPE_CHECKING:
     from supertuner.cache.inventory import CacheArenaStatus
 
-app = typer.Typer(help="Build, see, check and prune caches of encoded samples and captions.", no_args_is_help=True)
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
+app = typer.Typer(help="Build, list, verify and prune caches of encoded samples and captions.", no_args_is_help=True)
 
 
 @app.command()
@@ -22,13 +20,12 @@ def build(
     config: ConfigArgument,
     sets: SetOption = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Check every byte of what is there, and encode what is damaged again.")
+        bool, typer.Option("--check", help="Verify every byte of existing entries, and encode damaged ones again.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Stage CONFIG's datasets and encode what training will need of them. What is there already is kept."""
-    from supertuner.tools.caches import build_caches as build_caches
-    from supertuner.tools.caches import describe_build
+    """Stage CONFIG's datasets and encode what training will need. Existing entries are kept."""
+    from supertuner.tools.caches import build_caches, describe_build
     from supertuner.tools.session import load_command_config
 
     built_caches = build_caches(load_command_config(config, sets or []), check=check)
@@ -38,33 +35,32 @@ def build(
     for built in built_caches:
         typer.echo(describe_build(built))
     if not built_caches:
-        typer.echo('nothing is cached: cache_config has type "none" for samples and captions')
+        typer.echo('nothing to cache: cache_config sets both cache types to "none"')
 
 
 @app.command()
 def verify(config: ConfigArgument, sets: SetOption = None) -> None:
-    """Check every byte of CONFIG's caches, and say what of them is used, stale or missing. Exit code 1 if damaged."""
-    from supertuner.tools.caches import describe_cache
-    from supertuner.tools.caches import verify_caches as verify_caches
+    """Verify every byte of CONFIG's caches; list which are used, stale or missing. Exits with 1 if one is damaged."""
+    from supertuner.tools.caches import describe_cache, verify_caches
     from supertuner.tools.session import load_command_config
 
     state, problems = verify_caches(load_command_config(config, sets or []))
     damaged = [(held, problem) for held, problem in zip(state.arenas, problems, strict=True) if problem is not None]
     for held, problem in zip(state.arenas, problems, strict=True):
-        typer.echo(f"{describe_cache(held)}: {'whole' if problem is None else 'DAMAGED'}")
+        typer.echo(f"{describe_cache(held)}: {'intact' if problem is None else 'DAMAGED'}")
     _print_missing(state.missing)
     for held, problem in damaged:
         typer.echo(f"{held.name}: damaged: {problem}", err=True)
     if any(not held.used_entries for held, _ in damaged):
-        typer.echo("nothing is used of some that are damaged; `supertuner cache prune` removes those", err=True)
+        typer.echo("CONFIG uses nothing of some damaged caches; `supertuner cache prune` removes them", err=True)
     if any(held.used_entries for held, _ in damaged):
-        typer.echo("`supertuner cache build --check` encodes what is damaged again", err=True)
+        typer.echo("`supertuner cache build --check` encodes damaged entries again", err=True)
         raise typer.Exit(1)
 
 
 @app.command("ls")
 def list_caches(config: ConfigArgument, sets: SetOption = None, as_json: JsonOption = False) -> None:
-    """List arenas of CONFIG's caches: what they hold, by which encoder it was made, and what CONFIG uses of it."""
+    """List the arenas of CONFIG's caches: their entries, the encoder that made them, and how many CONFIG uses."""
     from supertuner.tools.caches import cache_record, inspect_caches
     from supertuner.tools.session import load_command_config
 
@@ -82,11 +78,10 @@ def list_caches(config: ConfigArgument, sets: SetOption = None, as_json: JsonOpt
 def prune(
     config: ConfigArgument,
     sets: SetOption = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove what is listed.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove the listed arenas.")] = False,
 ) -> None:
-    """List arenas of caches of which CONFIG needs nothing: stale, unused or damaged. With --yes, remove them."""
-    from supertuner.tools.caches import describe_cache, inspect_caches, prunable_caches
-    from supertuner.tools.caches import prune_caches as remove
+    """List cache arenas that CONFIG does not need: stale, unused or damaged. With --yes, remove them."""
+    from supertuner.tools.caches import describe_cache, inspect_caches, prunable_caches, prune_caches
     from supertuner.tools.session import load_command_config
 
     prunable_arenas = prunable_caches(inspect_caches(load_command_config(config, sets or [])))
@@ -96,16 +91,16 @@ def prune(
     if not yes:
         for arena in prunable_arenas:
             typer.echo(describe_cache(arena))
-        typer.echo("nothing was removed; other configurations may use them: --yes removes them")
+        typer.echo("nothing was removed; other configurations may use these arenas; --yes removes them")
         return
-    for arena, why_not in remove(prunable_arenas):
+    for arena, why_not in prune_caches(prunable_arenas):
         typer.echo(f"{'removed' if why_not is None else f'not removed ({why_not})'} {describe_cache(arena)}")
 
 
 def _print_missing(missing: dict[str, int]) -> None:
     for kind, count in missing.items():
         if count:
-            typer.echo(f"{count} entries of {kind} are missing; `supertuner cache build` or training encodes them")
+            typer.echo(f"{count} entries of {kind} are missing; `supertuner cache build` or training will encode them")
 
 
 def _print_arenas(arenas: tuple[CacheArenaStatus, ...]) -> None:
@@ -134,4 +129,4 @@ def _print_arenas(arenas: tuple[CacheArenaStatus, ...]) -> None:
             str(arena.home.path),
         )
     needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-    Console(highlight=False, width=max(console.width, needed)).print(table)  # a name that is folded cannot be copied
+    Console(highlight=False, width=max(console.width, needed)).print(table)  # do not wrap: users copy names from it

@@ -1,4 +1,4 @@
-"""`supertuner config`: check, show and convert a configuration, and print its JSON Schema."""
+"""`supertuner config`: validate, show and convert configurations, and print their JSON Schema."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from supertuner.cli.options import ConfigArgument, JsonOption, SetOption
+
 if TYPE_CHECKING:
     from supertuner.config.sources.load import LoadedConfig
     from supertuner.core.events import WarningEvent
 
-app = typer.Typer(help="Check, show and convert configurations.", no_args_is_help=True)
+app = typer.Typer(help="Validate, show and convert configurations.", no_args_is_help=True)
 
-ConfigFileArgument = Annotated[Path, typer.Argument(help="A .json, .yaml or .toml file.", show_default=False)]
-ConfigSetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Set one value, such as train.batch_size=4.")
-]
 NoPathsOption = Annotated[bool, typer.Option("--no-paths", help="Accept datasets that are not on this machine.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 class LanguageChoice(StrEnum):
@@ -32,11 +29,11 @@ class LanguageChoice(StrEnum):
 @app.command()
 def validate(
     configs: Annotated[list[Path], typer.Argument(metavar="CONFIG...", show_default=False)],
-    sets: ConfigSetOption = None,
+    sets: SetOption = None,
     no_paths: NoPathsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check configurations. Prints every problem of every file; exit code 2 if there is one."""
+    """Validate configurations. Prints every problem of every file, and exits with 2 if there is one."""
     from supertuner.core.errors import ConfigError
 
     reports = []
@@ -65,13 +62,13 @@ def validate(
 @app.command()
 def show(
     config: Annotated[Path | None, typer.Argument(show_default=False)] = None,
-    sets: ConfigSetOption = None,
-    origins: Annotated[bool, typer.Option("--origins", help="Say where each value came from.")] = False,
+    sets: SetOption = None,
+    origins: Annotated[bool, typer.Option("--origins", help="Show where each value comes from.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Show defaults too.")] = False,
     no_paths: NoPathsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the settings in force, in our own names."""
+    """Print the effective settings under SuperTuner's own names."""
     loaded = _load(config, sets, no_paths)
     if as_json:
         typer.echo(json.dumps(loaded.to_dict(), indent=2, ensure_ascii=False))
@@ -87,15 +84,18 @@ def show(
 
 @app.command()
 def convert(
-    file: ConfigFileArgument,
+    file: ConfigArgument,
     to: Annotated[
-        LanguageChoice | None, typer.Option("--to", help="Language; from the ending of OUT, else the file's.")
+        LanguageChoice | None,
+        typer.Option("--to", help="The format to write. Default: that of OUT's extension, else FILE's."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="File to write; else standard output.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="The file to write. Default: standard output.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
-    sets: ConfigSetOption = None,
+    sets: SetOption = None,
 ) -> None:
-    """Write a configuration in our own names. Paths are relative to OUT, or without it to FILE's folder."""
+    """Write a configuration under SuperTuner's own names. Paths become relative to the folder of OUT, else of FILE."""
     from supertuner.config.sources.render import canonical_tree, render_tree
     from supertuner.core import durable
     from supertuner.core.errors import SuperTunerError
@@ -108,11 +108,11 @@ def convert(
         typer.echo(text, nl=False)
         return
     if _language_from_suffix(out) is not language:
-        raise SuperTunerError(f"{out} does not end as {language.value} does; give --to and -o that agree")
+        raise SuperTunerError(f"{out} does not have the extension of {language.value}; make --to and -o agree")
     if out.exists() and not force:
-        raise SuperTunerError(f"{out} exists; give --force to overwrite it")
+        raise SuperTunerError(f"{out} exists; use --force to overwrite it")
     if not out.parent.is_dir():
-        raise SuperTunerError(f"{out.parent} is not a folder; make it first")
+        raise SuperTunerError(f"{out.parent} is not a folder; create it first")
     durable.write_text(out, text)
 
 
@@ -133,14 +133,14 @@ def _load(path: Path | None, sets: list[str] | None, no_paths: bool) -> LoadedCo
 def _language_from_suffix(path: Path) -> LanguageChoice:
     from supertuner.core.errors import SuperTunerError
 
-    ending = path.suffix.lower().lstrip(".").replace("yml", "yaml")
-    if ending not in list(LanguageChoice):
-        raise SuperTunerError(f"{path}: the ending says the language; one of .json, .yaml, .toml")
-    return LanguageChoice(ending)
+    extension = path.suffix.lower().lstrip(".").replace("yml", "yaml")
+    if extension not in list(LanguageChoice):
+        raise SuperTunerError(f"{path}: the format follows from the extension, which must be .json, .yaml or .toml")
+    return LanguageChoice(extension)
 
 
 def _print_notes(loaded: LoadedConfig, err: bool = False) -> None:
-    """One line per message; keys with the same message share it."""
+    """Print one line per message; keys with the same message share a line."""
     by_message: dict[str, list[WarningEvent]] = {}
     for note in loaded.notes:
         by_message.setdefault(note.message, []).append(note)
@@ -149,6 +149,5 @@ def _print_notes(loaded: LoadedConfig, err: bool = False) -> None:
 
 
 def _summary(loaded: LoadedConfig) -> str:
-    dataset_count = len(loaded.config.datasets)
-    setting_count = len(loaded.origins)
-    return f"{dataset_count} dataset{'s' * (dataset_count != 1)}, {setting_count} setting{'s' * (setting_count != 1)} given"
+    datasets, settings = len(loaded.config.datasets), len(loaded.origins)
+    return f"{datasets} dataset{'s' * (datasets != 1)}, {settings} setting{'s' * (settings != 1)}"

@@ -1,7 +1,9 @@
-"""`supertuner doctor`: what this machine is and what stands in a run's way, one line each with its remedy."""
+"""`supertuner doctor` checks this machine and prints remedies; `supertuner env` prints the variables of a job."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,13 +16,14 @@ if TYPE_CHECKING:
 REQUIREMENT_NAMES = (
     "gpu, known-machine, managed, concurrent, ats, direct, one-pool, batch-calls, cuda-torch, stock-torch, pages-64k, "
     "no-numa-balancing, no-swap, overflow, hints, allocation, no-traps"
-)  # checks.REQUIREMENTS, spelt out because --help imports no room; a test compares them
+)  # a copy of requirements.REQUIREMENTS, because --help must not import it; a test compares the two
 
 STYLES = {"good": "", "warning": "yellow", "bad": "bold red", "absent": "dim"}
 
 
 def register(app: typer.Typer) -> None:
     app.command("doctor")(doctor)
+    app.command("env")(env)
 
 
 def doctor(
@@ -28,28 +31,28 @@ def doctor(
         float, typer.Option(min=0.01, max=100, help="Size of the allocation test, as a multiple of GPU memory.")
     ] = 1.5,
     skip_allocation: Annotated[
-        bool, typer.Option("--skip-allocation", help="Look only: take no memory and start nothing on the GPU.")
+        bool, typer.Option("--skip-allocation", help="Only inspect: allocate nothing and run nothing on the GPU.")
     ] = False,
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where the JSON report goes.", show_default="gh200_diagnostic_report.json"),
+        typer.Option(metavar="FILE", help="The JSON report to write.", show_default="gh200_diagnostic_report.json"),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report and nothing else; a file only with --report.")
+        bool, typer.Option("--json", help="Print only the report; write it to a file only with --report.")
     ] = False,
     require: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,…", help=f"Exit 1 unless all of these hold: {REQUIREMENT_NAMES}.", show_default=False
+            metavar="NAME,…", help=f"Exit with 1 unless all of these hold: {REQUIREMENT_NAMES}.", show_default=False
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Let the report replace a file that is not one of ours.")
+        bool, typer.Option("--overwrite", help="Let the report replace a file that is not a report.")
     ] = False,
 ) -> None:
-    """Look at this machine: GPU, driver, torch, memory, environment; try memory beyond the GPU's; say what to do.
+    """Check this machine: GPU, driver, torch, memory, environment, allocations beyond GPU memory; print remedies.
 
-    Exit code 0 also without a GPU; 1 if a requirement is not met or memory did not keep its values.
+    Exits with 0 also if there is no GPU; with 1 if a requirement is not met or memory returned wrong values.
     """
     from supertuner.config.sources import environment
     from supertuner.core.events import NullSink
@@ -85,7 +88,7 @@ def doctor(
 
 
 class DoctorPage:
-    """Standard output as the doctor uses it: folded and coloured on a terminal, one plain line per check elsewhere."""
+    """Prints the checks to standard output: wrapped and coloured on a terminal, else one plain line per check."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -110,4 +113,19 @@ class DoctorPage:
         from rich.text import Text
 
         text = Text(self._screen.to_ascii(line) if self._plain else line, style=style)
-        self._console.print(text, soft_wrap=True)  # folded already, so that a command in it can be copied
+        self._console.print(text, soft_wrap=True)  # `screen` has wrapped it, without breaking commands that users copy
+
+
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print values, defaults and readers as JSON.")] = False,
+) -> None:
+    """Print the exports of a GH200 job, for eval "$(supertuner env)". Variables that are set keep their values."""
+    from supertuner.config.sources import environment
+    from supertuner.config.sources import gh200_exports as exports
+
+    environ = environment.current_environment()
+    if not as_json:
+        for line in exports.export_lines(environ):
+            typer.echo(os.fsencode(line))  # a value that is not UTF-8 is printed with its original bytes
+        return
+    typer.echo(json.dumps(exports.export_table(environ), indent=2))

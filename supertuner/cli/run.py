@@ -1,32 +1,71 @@
-"""`supertuner run`: look at a run's folder."""
+"""`supertuner run` and `supertuner validate`: show a run folder, and send requests to a running job."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-app = typer.Typer(help="Look at runs.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from supertuner.runs.requests import RequestKind
+
+app = typer.Typer(help="Show runs.", no_args_is_help=True)
+
+RunArgument = Annotated[Path, typer.Argument(help="The run folder.", metavar="RUN", show_default=False)]
+NoWaitOption = Annotated[bool, typer.Option("--no-wait", help="Leave the request in the run folder and do not wait.")]
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="SECONDS", help="Stop waiting after this time. Default: wait until it is answered."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("validate")(validate)
 
 
 @app.callback()
 def group() -> None:
-    """Look at runs."""
+    """Show runs."""
 
 
 @app.command()
-def show(
-    run: Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")],
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-) -> None:
-    """Show what a run was given, what was decided and why, and which files were set aside."""
-    from supertuner.runs import show as run_show
+def show(run: RunArgument, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show the settings of a run, its decisions with their reasons, warnings, figures, and the files it set aside."""
+    from supertuner.runs.run_reader import open_run
 
-    view = run_show.read_run(run)
-    if json:
-        typer.echo(run_show.run_as_json(view))
+    summary = open_run(run).summary()
+    if as_json:
+        typer.echo(json.dumps(summary.to_dict(), indent=2, ensure_ascii=False))
         return
     from rich.console import Console
 
-    run_show.print_run(view, Console(highlight=False))
+    from supertuner.cli.run_display import print_run
+
+    print_run(summary, Console(highlight=False))
+
+
+def validate(run: RunArgument, no_wait: NoWaitOption = False, timeout: TimeoutOption = None) -> None:
+    """Request a validation from a running job: samples and the held-out loss. The result of the run does not change.
+
+    The job answers after its current window. The command prints where the samples are.
+    """
+    request_and_print(run, "validate", no_wait, timeout)
+
+
+def request_and_print(run: Path, kind: RequestKind, no_wait: bool, timeout_s: float | None) -> None:
+    """Send the request, wait for the answer and print it. Exits with 1 if the job could not fulfil it."""
+    from supertuner.runs.request_client import send_request
+
+    answer = send_request(
+        run, kind, wait=not no_wait, timeout_s=timeout_s, report=lambda line: typer.echo(line, err=True)
+    )
+    if answer is None:
+        return
+    if answer.status != "done":
+        typer.echo(answer.message, err=True)
+        raise typer.Exit(1)
+    typer.echo(answer.message)
+    if answer.path is not None:
+        typer.echo(answer.path)

@@ -1,14 +1,22 @@
-"""`supertuner train`: train what a configuration says, from its last checkpoint if it has one."""
+"""`supertuner train`, and the arguments of the GH200 forks' `train.py` translated to it."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Annotated
 
 import typer
 
-from supertuner.cli.stage import ConfigArgument, SetOption
+from supertuner.cli.options import ConfigArgument, SampleLimitOption, SetOption
+
+CONFIG_FLAG = "--config"
+VALUE_FLAGS = ("--set", "--resume", "--limit")
+"""Options of `supertuner train` that take a value; they are passed on unchanged."""
+SWITCH_FLAGS = ("--force", "--anyway", "--help")
+VALUELESS_SETTINGS = ("enable_manual_validation",)
+"""Flags of the forks that never take a value."""
 
 
 def register(app: typer.Typer) -> None:
@@ -20,19 +28,18 @@ def train(
     sets: SetOption = None,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="latest|never|PATH", help="Where to go on from, instead of what checkpoints.resume says."),
+        typer.Option(metavar="latest|never|PATH", help="What to resume from; overrides checkpoints.resume."),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Only so many samples of each dataset, for a first try.")
-    ] = None,
-    anyway: Annotated[
-        bool, typer.Option("--anyway", help="Begin even if the forecast says that it cannot fit into memory.")
+    limit: SampleLimitOption = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start even if the forecast says that the run does not fit into memory.")
     ] = False,
+    anyway: Annotated[bool, typer.Option("--anyway", hidden=True, help="The name of --force in version 0.1.")] = False,
 ) -> None:
-    """Stage, cache and train what CONFIG says; validate, save and export on the way.
+    """Stage, cache and train as CONFIG says; validate, save checkpoints and export on the way.
 
-    Ctrl-C, SIGTERM and a terminal that is closed save and stop after the current window; the same command then goes on,
-    to the bit as if nothing had happened.
+    Ctrl-C, SIGTERM and a closed terminal save a checkpoint and stop after the current window. The same command then
+    resumes, and its result is bit for bit that of an uninterrupted run.
     """
     from supertuner.config.sources.environment import current_environment
     from supertuner.config.sources.launcher import read_launcher_environment
@@ -40,9 +47,38 @@ def train(
     from supertuner.tools.training import train as run_training
     from supertuner.tools.training import training_summary
 
-    result = run_training(load_command_config(config, sets or [], limit=limit), resume=resume, force=anyway)
-    if read_launcher_environment(current_environment()).is_main_process:  # of many processes one speaks for all
-        with suppress(OSError):  # whoever started it may be gone; how it ended is said by the exit code too
+    result = run_training(load_command_config(config, sets or [], limit=limit), resume=resume, force=force or anyway)
+    if read_launcher_environment(current_environment()).is_main_process:  # rank 0 prints for all
+        with suppress(OSError):  # standard output may be closed by now; the exit code still reports the result
             typer.echo(training_summary(result))
     if result.stopped_by is not None:
         raise typer.Exit(128 + signal.Signals[result.stopped_by])
+
+
+def translate_arguments(arguments: Sequence[str]) -> list[str]:
+    """Translate arguments of the forks' `train.py` to those of `supertuner`: `--config FILE` becomes the argument
+    CONFIG, and every flag that `supertuner train` does not have becomes a setting, `--max_train_steps 10` →
+    `--set max_train_steps=10`. An unknown setting is then refused as any `--set` is."""
+    return ["train", *_translate(list(arguments))]
+
+
+def _translate(remaining: list[str]) -> Iterator[str]:
+    while remaining:
+        name, equals, value = remaining.pop(0).partition("=")
+        if not name.startswith("--") or name in SWITCH_FLAGS:
+            yield name + equals + value
+            continue
+        setting = name.removeprefix("--").replace("-", "_")
+        if not equals and setting not in VALUELESS_SETTINGS and remaining and not _is_flag(remaining[0]):
+            equals, value = "=", remaining.pop(0)
+        if name == CONFIG_FLAG:
+            yield from [value] if equals else []  # without a file, `supertuner train` reports the missing argument
+        elif name in VALUE_FLAGS:
+            yield from (name, value) if equals else (name,)
+        else:
+            yield from ("--set", f"{setting}={value if equals else 'true'}")
+
+
+def _is_flag(text: str) -> bool:
+    """Whether `text` is a flag; a negative number is a value."""
+    return text.startswith("-") and not text[1:].replace(".", "", 1).isdecimal()

@@ -1,1 +1,1 @@
-"""Files, --set and environment become one frozen RunConfig; typos are refused and every value knows its origin."""
+"""Loads files, --set and environment variables into one frozen RunConfig, and records the origin of every value."""

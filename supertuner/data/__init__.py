@@ -1,1 +1,1 @@
-"""From files to batches: sources are listed, probed and staged into an arena, then ordered, decoded and batched."""
+"""From files to batches: lists and probes sources, stages them into an arena, then orders, decodes and batches samples."""

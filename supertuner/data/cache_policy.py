@@ -1,4 +1,4 @@
-"""How a dataset's samples and captions are cached: once, in some variations, anew each epoch, or not at all. Pure."""
+"""Decides how a dataset's media and captions are cached: once, in variations, for each epoch, or not at all. Pure."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from enum import StrEnum
 from supertuner.config.settings.cache import CacheConfig
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.core.events import WarningEvent
-from supertuner.data.content_key import varying_caption_settings, varying_media_settings
 
 
 class CacheMode(StrEnum):
     CACHED = "cached"
-    EACH_EPOCH = "made anew for each epoch"
+    EACH_EPOCH = "encoded for each epoch"
     ON_THE_FLY = "encoded when used"
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetCachePolicy:
-    """Of one dataset."""
+    """The cache policy of one dataset."""
 
     media_mode: CacheMode
     text_mode: CacheMode
     media_variations: int = 1
-    """Cached: how many turns of a sample are kept; turn t uses that of t modulo this."""
+    """For CACHED: in how many cycles' augmentations a sample is cached. Cycle c uses variation c modulo this."""
     text_variations: int = 1
-    """The same of shuffled tags. Which of several captions is used, and whether it is dropped, is free in each turn."""
+    """The same for shuffled tags. The choice among several captions and caption dropout still differ in every cycle."""
 
 
 _MODE_BY_SETTING = {
@@ -50,9 +49,20 @@ def dataset_cache_policy(settings: DatasetSettings, cache: CacheConfig) -> Datas
     return DatasetCachePolicy(media_mode, text_mode, media_variations, text_variations)
 
 
+def varying_media_settings(settings: DatasetSettings) -> str:
+    """The settings because of which a sample's media differ from cycle to cycle; empty if they never differ."""
+    reasons = [f"augment.{name}" for name, value in settings.augment if value]
+    return ", ".join([*reasons, *(['crop: "random"'] if settings.crop == "random" else [])])
+
+
+def varying_caption_settings(settings: DatasetSettings) -> str:
+    """The settings because of which a sample has too many possible captions to list; empty if they can be listed."""
+    return "captions.shuffle_tags" if settings.captions.shuffle_tags else ""
+
+
 def cache_policy_warnings(datasets: Sequence[DatasetSettings], cache: CacheConfig) -> list[WarningEvent]:
-    """What users should know of: a default that decides what is learnt, and settings without effect."""
-    return [warned for settings in datasets for warned in _dataset_warnings(settings, cache)]
+    """Warnings about a default that changes what the model learns, and about settings without effect."""
+    return [warning for settings in datasets for warning in _dataset_warnings(settings, cache)]
 
 
 def _dataset_warnings(settings: DatasetSettings, cache: CacheConfig) -> list[WarningEvent]:
@@ -67,23 +77,17 @@ def _dataset_warnings(settings: DatasetSettings, cache: CacheConfig) -> list[War
     ]
     mode, count = settings.augmentations_cache_mode, settings.variations
     if mode is None and cached_variations:
-        times = "1 variation" if count == 1 else f"{count} variations"
+        reused = "1 cached variation" if count == 1 else f"{count} cached variations"
         message = (
-            f'is not set, and {", ".join(cached_variations)} would give a new sample each turn: "static" applies, and {times} of '
-            'each sample are used again and again; set "static" (with variations: N), "refresh_each_epoch", or '
-            '"disable_cache"'
+            f'is not set, so "static" applies: {", ".join(cached_variations)} would give a new variation of a sample '
+            f'each time it is drawn, but training reuses {reused} of each sample; set "static" (with variations: N), '
+            '"refresh_each_epoch", or "disable_cache"'
         )
         return [WarningEvent(f"{key_path}.augmentations_cache_mode", message)]
     if mode is not None and not cached_variations:
-        return [
-            WarningEvent(
-                f"{key_path}.augmentations_cache_mode", "has no effect: nothing cached changes from turn to turn"
-            )
-        ]
+        message = "has no effect: no cached entry of this dataset differs from epoch to epoch"
+        return [WarningEvent(f"{key_path}.augmentations_cache_mode", message)]
     if mode in ("disable_cache", "refresh_each_epoch") and count > 1:
-        return [
-            WarningEvent(
-                f"{key_path}.variations", f'has an effect only with augmentations_cache_mode "static", not "{mode}"'
-            )
-        ]
+        message = f'has an effect only with augmentations_cache_mode "static", not "{mode}"'
+        return [WarningEvent(f"{key_path}.variations", message)]
     return []

@@ -1,4 +1,4 @@
-"""A configuration's data, ready for batches: every dataset staged or found, its buckets shared, all in one order."""
+"""Opens a configuration's data: stages each dataset or attaches to its arena, assigns buckets, orders the samples."""
 
 from __future__ import annotations
 
@@ -7,49 +7,40 @@ from contextlib import ExitStack, contextmanager
 
 from supertuner.arena.format import ArenaLifetime
 from supertuner.arena.home import ArenaHome
-from supertuner.arena.node_peers import NO_PEERS, NodePeers
+from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import SourceError
-from supertuner.core.events import Progress, Sink, WarningEvent
-from supertuner.core.host import HostFacts
-from supertuner.data.arena_homes import dataset_home
+from supertuner.core.events import Sink, WarningEvent
 from supertuner.data.corpus import Corpus, build_corpus
 from supertuner.data.ordering.bucket_members import BucketMembers, shared_bucket_members
-from supertuner.data.samples import SampleCollection
+from supertuner.data.ordering.sample_collection import SampleCollection
+from supertuner.data.staging.arena_lookup import dataset_home_path
 from supertuner.data.staging.follower import follow_staging
 from supertuner.data.staging.stager import DatasetStager
 
 
 @contextmanager
-def open_corpus(
-    config: RunConfig,
-    *,
-    host: HostFacts,
-    sink: Sink,
-    progress: Progress,
-    life: ArenaLifetime | None = None,
-    peers: NodePeers = NO_PEERS,
-) -> Iterator[Corpus]:
-    """Stage what is not staged yet, tell which samples fit no bucket, give the corpus; leaving closes the datasets.
+def open_corpus(config: RunConfig, context: RunContext, *, life: ArenaLifetime | None = None) -> Iterator[Corpus]:
+    """Stage what is not staged yet and yield the corpus; on exit, close the datasets.
 
-    `life` is how long a fresh arena stays, if not as `arena.keep` says. Of the processes of a node the first stages and
-    tells; the others follow it.
+    `life` is the lifetime of new arenas; None: `arena.keep`. The first process of a node stages and emits events, for
+    example about samples that fit no bucket; the others wait and attach to its arenas.
     """
     arena_life = config.arena.keep if life is None else life
     homes: dict[str, ArenaHome] = {}
     with ExitStack() as stack:
         datasets: list[tuple[DatasetSettings, SampleCollection]] = []
-        for stager, dataset, key_path in dataset_stagers(config, host, sink, progress, arena_life, peers):
+        for stager, dataset, key_path in dataset_stagers(config, context, arena_life):
             homes[dataset.id] = stager.home
-            if peers.is_first:
+            if context.peers.is_first:
                 _, staged = stager.open(dataset, key_path)
             else:
-                staged = follow_staging(stager.home, dataset.id, stager.verify, peers, progress)
+                staged = follow_staging(stager.home, dataset.id, stager.verify, context)
             stack.callback(staged.close)
             datasets.append((dataset, staged))
 
-        def members(settings: DatasetSettings, samples: SampleCollection) -> BucketMembers:
+        def assign(settings: DatasetSettings, samples: SampleCollection) -> BucketMembers:
             return shared_bucket_members(settings, samples, homes[settings.id], arena_life)
 
         corpus = build_corpus(
@@ -57,39 +48,38 @@ def open_corpus(
             seed=config.run.seed,
             batch_size=config.train.batch_size,
             drop_last=config.loader.drop_last,
-            assign=members,
+            assign=assign,
         )
-        if peers.is_first:
-            warn_unused_samples(corpus, sink)
+        if context.peers.is_first:
+            warn_unused_samples(corpus, context.sink)
         yield corpus
 
 
 def select_datasets(config: RunConfig, *, held_out: bool) -> RunConfig | None:
-    """The configuration with only those datasets that are trained on, or held out; None if there are none."""
+    """The configuration with only its held-out datasets, or only the others; None if there are none."""
     datasets = tuple(dataset for dataset in config.datasets if dataset.held_out is held_out)
     return config.model_copy(update={"datasets": datasets}) if datasets else None
 
 
 def dataset_stagers(
-    config: RunConfig, host: HostFacts, sink: Sink, progress: Progress, life: ArenaLifetime, peers: NodePeers = NO_PEERS
+    config: RunConfig, context: RunContext, life: ArenaLifetime
 ) -> Iterator[tuple[DatasetStager, DatasetSettings, str]]:
-    """For each dataset, who stages it, and what its block is called in the configuration."""
+    """For each dataset its stager, its settings, and the key path of its block in the configuration."""
     if not config.datasets:
         raise SourceError("the configuration names no dataset; add one under datasets")
     for index, dataset in enumerate(config.datasets):
-        home = dataset_home(dataset, config)
-        stager = DatasetStager(home, host, sink, progress, life=life, verify=config.arena.verify, peers=peers)
-        yield stager, dataset, f"datasets[{index}]"
+        home = ArenaHome(dataset_home_path(dataset, config))
+        yield DatasetStager(home, context, life=life, verify=config.arena.verify), dataset, f"datasets[{index}]"
 
 
 def warn_unused_samples(corpus: Corpus, sink: Sink) -> None:
-    """Each sample that fits no bucket, with its reason, and how many there are."""
+    """Emit an event for each sample that fits no bucket, with the reason, and warnings with their numbers."""
     for dataset in corpus.datasets:
         for sample in dataset.unassigned_samples():
             sink.emit(sample)
         count, total = len(dataset.members.unassigned), len(dataset.samples)
         if count:
-            text = f"{count} of {total} samples fit no bucket and are not used; the list says why"
+            text = f"{count} of {total} samples fit no bucket and are not used; the list of set-aside samples says why"
             sink.emit(WarningEvent(f"datasets[{dataset.samples.id}]", text))
     unused_groups = corpus.order.never_drawn()
     if unused_groups:

@@ -1,20 +1,19 @@
-"""Weights shared out over processes by FSDP2: of each block a part is here, and the rest comes while it is computed.
+"""Weights sharded over ranks by FSDP2: each rank holds a shard of every block and gathers the rest while it computes.
 
-    adapters       the frozen base is shared out; what is trained is here as a whole, and its gradients are added up
-                   like those of processes that have everything. Optimizer, average, checkpoint, export: as ever.
-    all weights    everything is shared out. Outside of this file a trained parameter is a plain tensor, this process's
-                   rows of the whole one, in the memory that FSDP gathers from: whatever is computed for each weight by
-                   itself, an optimizer's step or an average, does not notice.
+    adapters       The frozen base is sharded. Trained parameters are whole on each rank, and their gradients are summed
+                   as without FSDP. Optimizer, averages, checkpoints and exports work as usual.
+    all weights    Everything is sharded. Outside this file a trained parameter is a plain tensor: this rank's rows of
+                   the whole one, in the memory that FSDP gathers from. Elementwise work, such as an optimizer step or
+                   an average, needs no change.
 
-Each process moves a block to its device, keeps its part and lets go of the rest before the next: no device ever holds
-the whole model. Gradients are sums, not means: losses are divided by the samples of the whole window already.
+Each rank moves one block at a time to its device, keeps its shard and frees the rest before the next: no device ever
+holds the whole model. Gradients are sums, not means: losses are already divided by the samples of the whole window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,24 +24,29 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from supertuner.config.settings.parallel import ParallelSettings
+from supertuner.config.settings.run_config import RunConfig
+from supertuner.core.errors import TrainError
+from supertuner.core.waiting import waiting_for_other_ranks
 from supertuner.distributed.gradient_sum import ReplicatedGradientReduction
-from supertuner.distributed.sharded_expert_swap import ShardedExpertSwap
+from supertuner.memory.out_of_memory import explain_out_of_memory
 from supertuner.models.adapters.attach import RowShard, TrainableExpert
 from supertuner.models.blocks import named_blocks
+from supertuner.optim.optimizer_registry import OPTIMIZERS
+from supertuner.step.expert_swap import ExpertSwap
+from supertuner.step.parameter_state import HOST, ParameterState
 from supertuner.step.window import ExpertState
-from supertuner.memory.out_of_memory import explain_out_of_memory
 
 OUT_OF_MEMORY_REMEDY = "use more processes, or set parallel.cpu_offload: true"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FsdpShardedModule:
-    """An expert's module whose weights are all trained, shared out. (`Parts` says what the calls mean.)"""
+    """A sharded module whose weights are all trained. (`ShardedParameters` documents the methods.)"""
 
     fsdp_modules: tuple[FSDPModule, ...]
-    """Its blocks, and itself for what stands outside of them."""
+    """Its blocks, and the module itself for parameters outside of blocks."""
     dtensors: Mapping[str, DTensor]
-    """Its parameters as FSDP knows them."""
+    """Its parameters as FSDP holds them."""
     row_shards: Mapping[str, RowShard]
 
     def mark_changed(self) -> None:
@@ -56,29 +60,30 @@ class FsdpShardedModule:
         padded[: len(part)] = part.detach()
         is_rank_zero = dist.get_rank() == 0
         gathered = [torch.empty_like(padded) for _ in row_counts] if is_rank_zero else None
-        dist.gather(padded, gathered)
+        with waiting_for_other_ranks("gather of sharded weights"):
+            dist.gather(padded, gathered)
         return torch.cat([rows[:count] for rows, count in zip(gathered, row_counts, strict=True)]) if gathered else None
 
 
 @dataclass(eq=False, slots=True)
 class FsdpSharder:
-    """How weights are shared out, and who has been."""
+    """Shards modules, and remembers which parameters it has sharded."""
 
     settings: ParallelSettings
     device: torch.device
     mesh: DeviceMesh
     sharded_modules: list[FsdpShardedModule] = field(default_factory=list)
-    """Of experts whose weights are all trained."""
+    """Modules of experts whose weights are all trained."""
     dtensor_by_parameter: dict[nn.Parameter, DTensor] = field(default_factory=dict)
-    """Trained part → the weight as FSDP knows it."""
-    expert_swap: ShardedExpertSwap | None = None
-    """Experts that wait in host memory; None: all are on the device, or in host memory anyway."""
+    """Trained parameter (this rank's rows) → the parameter as FSDP holds it."""
+    expert_swap: ExpertSwap | None = None
+    """Moves idle experts to host memory; None: all stay on the device, or FSDP keeps them in host memory anyway."""
 
     def shard_expert(self, trainable: TrainableExpert) -> TrainableExpert:
-        """The same in parts, on the device; its module was elsewhere."""
+        """Shard an expert whose module is not on the device yet. Returns it with this rank's parameters."""
         module = trainable.module
         ignored_params = () if trainable.adapter_type == "full" else tuple(trainable.parameters.values())
-        with explain_out_of_memory(f"{trainable.name} in parts does", OUT_OF_MEMORY_REMEDY):
+        with explain_out_of_memory(f"the shard of {trainable.name} does", OUT_OF_MEMORY_REMEDY):
             self.shard_module(module, ignored_params)
         if trainable.adapter_type != "full":
             return trainable
@@ -89,38 +94,37 @@ class FsdpSharder:
         return replace(trainable, parameters=parameters, shards=sharded)
 
     def enable_expert_swap(self, expert_states: Sequence[ExpertState]) -> None:
-        """Have those that do not compute wait in host memory, where the device has one of its own."""
         if len(expert_states) > 1 and self.device.type != "cpu" and not self.settings.cpu_offload:
-            self.expert_swap = ShardedExpertSwap(self.device)
+            self.expert_swap = ExpertSwap()
             for expert_state in expert_states:
-                self.expert_swap.add(expert_state, partial(self.relink_parameters, expert_state.parameters.values()))
+                self.expert_swap.add(expert_state.expert.name, FsdpSwappableExpert(expert_state, self))
 
     def relink_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """FSDP's weights are elsewhere now: what is trained is there again."""
+        """Point trained parameters at the memory that FSDP gathers from, after it has moved."""
         for parameter in parameters:
             if parameter in self.dtensor_by_parameter:
                 parameter.data = self.dtensor_by_parameter[parameter].to_local().detach()
 
     def shard_module(self, module: nn.Module, /, ignored_params: Collection[nn.Parameter] = ()) -> None:
-        """The module in parts, on the device; what is `outside` stays whole there."""
+        """Shard the module onto the device; `ignored_params` move there whole."""
         for parameter in ignored_params:
             parameter.data = parameter.data.to(self.device)
         reshard = self.settings.reshard_after_forward
         for block in named_blocks(module).values():
             self._fully_shard(block, set(ignored_params), reshard)
-        # What stands outside of blocks is little, and the backward pass begins with it: FSDP's own rule (None) has it
-        # stay until then.
+        # Parameters outside of blocks are small, and the backward pass begins with them: FSDP's default for a root
+        # module (None) keeps them gathered until then.
         self._fully_shard(module, set(ignored_params), None if reshard else False)
 
     def _fully_shard(
         self, module: nn.Module, ignored_params: set[nn.Parameter], reshard_after_forward: bool | None
     ) -> None:
-        module.register_forward_hook(_clone_output_views)  # before FSDP's own
+        module.register_forward_hook(_clone_output_views)  # runs before FSDP's hook
         fully_shard(
             module,
             mesh=self.mesh,
             reshard_after_forward=reshard_after_forward,
-            # What is computed in is decided by autocast, layer by layer, as in a run of one process.
+            # autocast decides the dtype layer by layer, as in a run with one process.
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
             offload_policy=self._offload_policy(),
             ignored_params=ignored_params,
@@ -133,14 +137,14 @@ class FsdpSharder:
 
 
 class FsdpGradientReduction(ReplicatedGradientReduction):
-    """A reduction for processes that share out the weights."""
+    """Sums gradients over ranks that shard the weights: FSDP reduce-scatters them in the backward pass."""
 
     def __init__(self, sharder: FsdpSharder) -> None:
         self._sharder = sharder
         self._syncs_gradients: bool | None = None
 
     def begin_backward(self, is_last: bool) -> None:
-        """FSDP adds up in the backward pass itself, block by block: told to do so in the last one, or in each."""
+        """Let FSDP reduce gradients in the window's last backward pass only, or in each (`reduce_every_batch`)."""
         sync_gradients = is_last or self._sharder.settings.reduce_every_batch
         if self._syncs_gradients is not sync_gradients:
             self._syncs_gradients = sync_gradients
@@ -151,29 +155,32 @@ class FsdpGradientReduction(ReplicatedGradientReduction):
     def all_reduce(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
         if not self._sharder.sharded_modules:
             return super().all_reduce(parameters, loss)
+        # The gradients are summed already; they only have to become the plain tensors of this rank's rows.
         for parameter in parameters:
             dtensor = self._sharder.dtensor_by_parameter[parameter]
             parameter.grad = None if dtensor.grad is None else cast(DTensor, dtensor.grad).to_local()
             dtensor.grad = None
         total = loss.detach().clone()
-        dist.all_reduce(total)
+        with waiting_for_other_ranks("loss all-reduce"):
+            dist.all_reduce(total)
         return total
 
     def global_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
         if not self._sharder.sharded_modules:
             return local_norm
         squares = local_norm.double().square()
-        dist.all_reduce(squares)
+        with waiting_for_other_ranks("gradient norm all-reduce"):
+            dist.all_reduce(squares)
         return squares.sqrt().to(local_norm.dtype)
 
 
 def create_fsdp_sharder(settings: ParallelSettings, device: torch.device) -> FsdpSharder:
-    """Sharing out over all processes of the job."""
+    """Shards over all ranks of the job."""
     return FsdpSharder(settings, device, init_device_mesh(device.type, (dist.get_world_size(),)))
 
 
 def rows_per_rank(rows: int, world_size: int) -> list[int]:
-    """How many rows of a tensor each process has: as torch cuts it, of which the last ones may have none."""
+    """How many rows of a tensor each rank holds: as `torch.chunk` splits it; the last ranks may have none."""
     chunk_rows = -(-rows // world_size)
     return [max(0, min(chunk_rows, rows - rank * chunk_rows)) for rank in range(world_size)]
 
@@ -182,21 +189,82 @@ def _collect_sharded_module(module: nn.Module) -> FsdpShardedModule:
     fsdp_modules = tuple(submodule for submodule in module.modules() if isinstance(submodule, FSDPModule))
     for part in fsdp_modules:
         part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        part.set_force_sum_reduction_for_comms(True)  # gloo has only sums
     dtensors = {name: cast(DTensor, parameter) for name, parameter in module.named_parameters()}
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    places = {
+    row_shards = {
         name: RowShard(tuple(weight.shape), sum(rows_per_rank(weight.shape[0], world_size)[:rank]))
         for name, weight in dtensors.items()
     }
-    return FsdpShardedModule(fsdp_modules, dtensors, places)
+    return FsdpShardedModule(fsdp_modules, dtensors, row_shards)
 
 
 def _clone_output_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    """FSDP hangs its work of the backward pass on what a module returns, and warns of views: they may be changed in
-    place behind its back."""
+    """Clone outputs that are views: FSDP attaches its backward hooks to a module's outputs and warns about views, which
+    could be changed in place without its notice."""
     if isinstance(output, torch.Tensor):
         return output.clone() if output.requires_grad and output._is_view() else output
     if isinstance(output, tuple):
         return tuple(_clone_output_views(_module, _inputs, one) for one in output)
     return output
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class FsdpSwappableExpert:
+    """How a sharded expert moves between device and host memory. Creating it moves the expert to host memory."""
+
+    expert_state: ExpertState
+    sharder: FsdpSharder
+    move_module: Callable[[nn.Module, torch.device], object] = nn.Module.to
+
+    def __post_init__(self) -> None:
+        self._move_to(HOST)
+
+    @property
+    def module(self) -> nn.Module:
+        return self.expert_state.module
+
+    @property
+    def device(self) -> torch.device:
+        return self.sharder.device
+
+    @property
+    def swapped_parameters(self) -> Collection[nn.Parameter]:
+        return self.expert_state.parameters.values()
+
+    def move_to_device(self) -> None:
+        self._move_to(self.device)
+
+    def move_to_host(self, *, trained: bool) -> None:
+        self._move_to(HOST)
+
+    def _move_to(self, device: torch.device) -> None:
+        self.move_module(self.module, device)
+        self.sharder.relink_parameters(self.swapped_parameters)
+        ParameterState(self.expert_state.optimizer, self.expert_state.ema).move_to(device)
+
+
+def require_fsdp_supported(config: RunConfig) -> None:
+    """TrainError if the settings ask for something that sharded weights cannot do; called before anything is loaded."""
+    kind = config.model.base_weights
+    if kind != "as_computed":
+        raise TrainError(
+            f'model.base_weights is "{kind}" and parallel.strategy "fsdp": torchao\'s 8-bit tensors cannot be sharded; '
+            'set model.base_weights: "as_computed", or parallel.strategy: "ddp"'
+        )
+    name = config.optimizer.name
+    if config.adapter.type == "full" and not OPTIMIZERS[name].elementwise:
+        others = " or ".join(f'"{key}"' for key, entry in OPTIMIZERS.items() if entry.elementwise)
+        raise TrainError(
+            f'optimizer.name is "{name}", adapter.type "full" and parallel.strategy "fsdp": this optimizer needs whole '
+            f'tensors, and each rank has only some rows; use {others}, an adapter, or parallel.strategy: "ddp"'
+        )
+    plan_overrides = {
+        setting: value for setting, value in config.plan.explicit_choices.items() if setting != "idle_experts"
+    }
+    if config.plan.act != "never" and plan_overrides:
+        settings_text = ", ".join(f"plan.{setting}: {value}" for setting, value in plan_overrides.items())
+        raise TrainError(
+            f'parallel.strategy is "fsdp", and {settings_text} asks for an offload plan: FSDP moves weights itself; '
+            'leave it out (see parallel.cpu_offload), or set parallel.strategy: "ddp"'
+        )

@@ -1,7 +1,8 @@
-"""Sums of a window's gradients over processes that each have all trained parameters: once in a window, few and large.
+"""Sums a window's gradients over ranks that each hold all trained parameters: once per window, in few large buckets.
 
-Tensors travel together in pieces of a fixed size and order, whatever this process has a gradient for: on the same
-number of processes the same bits come out. While a piece travels, the next is put together.
+Which tensors share a bucket, and in which order buckets are reduced, depends on the parameters alone and not on which
+gradients a rank has: on the same number of ranks the result is bit-identical. While a bucket is in flight, the next one
+is packed.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from supertuner.core.waiting import waiting_for_other_ranks
+
 LARGE_BYTES = 1 << 20
-"""A tensor that travels by itself, as it lies there. Smaller ones are copied together: messages have a price too."""
+"""Tensors from this size on are reduced in place, each alone. Smaller ones share a bucket, since each message costs."""
 BUCKET_BYTES = 16 << 20
-"""Small tensors that travel together: enough to fill any line, and little beside the gradients themselves."""
+"""Bytes of small tensors in one bucket: enough to saturate a link, and little beside the gradients themselves."""
 MAX_BUCKETS_IN_FLIGHT = 4
-"""Pieces at a time: most are copies."""
+"""Buckets that are reduced at the same time. Most of them are copies, so this bounds the extra memory."""
 NO_GRADIENT, ON_DEVICE, ON_HOST = 0, 1, 2
 
 
 class ReplicatedGradientReduction:
-    """A reduction for processes that each have all trained parameters."""
+    """All-reduce of gradients for ranks that each hold all trained parameters (DDP, and adapters under FSDP)."""
 
     def begin_backward(self, is_last: bool) -> None:
         pass
@@ -42,7 +45,10 @@ class ReplicatedGradientReduction:
 
 
 def _all_reduce_on_cpu(parameters: Sequence[nn.Parameter], total_loss: torch.Tensor) -> None:
-    """Who has which gradient travels with them: on a CPU it can be looked at for nothing, and every message counts."""
+    """Sum gradients, the loss, and for each parameter the number of ranks that have a gradient, in one round.
+
+    On a CPU reading that number is free, so no separate message is needed as on a GPU.
+    """
     gradient_counts = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=total_loss.dtype)
     gradients = [_gradient_or_zeros(parameter, parameter.device) for parameter in parameters]
     all_reduce_tensors([total_loss, gradient_counts, *gradients])
@@ -51,18 +57,22 @@ def _all_reduce_on_cpu(parameters: Sequence[nn.Parameter], total_loss: torch.Ten
 
 
 def _all_reduce_on_device(parameters: Sequence[nn.Parameter], total_loss: torch.Tensor) -> None:
-    """The host asks the others beforehand, while the device still computes: nobody waits for the device to look.
+    """Agree on which gradients exist, then sum them.
 
-    Under a plan a gradient may be in host memory: a process without it sends its zeros from where the others have
-    theirs.
+    The ranks agree through host memory (gloo) while the GPU still computes: reading a result from the GPU would make
+    the host wait for it. Under an offload plan a gradient may be in host memory; a rank without that gradient then
+    contributes zeros from host memory too, since all ranks must use the same backend.
     """
     locations = torch.tensor([_gradient_location(parameter) for parameter in parameters], dtype=torch.uint8)
-    dist.all_reduce(locations, dist.ReduceOp.MAX)
+    with waiting_for_other_ranks("agreement on gradients"):
+        dist.all_reduce(locations, dist.ReduceOp.MAX)
     devices = {ON_DEVICE: total_loss.device, ON_HOST: torch.device("cpu")}
     participating = [
-        (parameter, devices[home]) for parameter, home in zip(parameters, locations.tolist(), strict=True) if home
+        (parameter, devices[location])
+        for parameter, location in zip(parameters, locations.tolist(), strict=True)
+        if location
     ]
-    gradients = [_gradient_or_zeros(parameter, home) for parameter, home in participating]
+    gradients = [_gradient_or_zeros(parameter, device) for parameter, device in participating]
     all_reduce_tensors([total_loss, *gradients])
     for (parameter, _), gradient in zip(participating, gradients, strict=True):
         parameter.grad = gradient.to(parameter.device)
@@ -75,12 +85,12 @@ def _gradient_location(parameter: nn.Parameter) -> int:
 
 
 def _gradient_or_zeros(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-    """Of a parameter that this process had no use for in the window, zeros; all from the same memory."""
+    """The gradient, or zeros if this rank did not use the parameter in the window; on `device` in all ranks."""
     return torch.zeros_like(parameter, device=device) if parameter.grad is None else parameter.grad.to(device)
 
 
 def all_reduce_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """Each becomes its sum over all processes, in place."""
+    """Replace each tensor by its sum over all ranks, in place."""
     in_flight: deque[_BucketInFlight] = deque()
     for bucket in split_into_buckets(tensors):
         in_flight.append(_start_all_reduce(bucket))
@@ -91,8 +101,7 @@ def all_reduce_tensors(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def split_into_buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Large tensors one by one; small ones of one dtype and device, in their order, as many together as `PIECE_BYTES`
-    has room for."""
+    """Large tensors alone; small ones of the same dtype and device together, in their order, up to BUCKET_BYTES."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     room_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
@@ -111,14 +120,15 @@ def split_into_buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.T
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _BucketInFlight:
-    """A piece under way."""
+    """A bucket whose all-reduce has started."""
 
     tensors: list[torch.Tensor]
     flat: torch.Tensor
     work: dist.Work
 
     def wait_and_unpack(self) -> None:
-        self.work.wait()
+        with waiting_for_other_ranks("gradient all-reduce"):
+            self.work.wait()
         if len(self.tensors) == 1 and self.tensors[0].data_ptr() == self.flat.data_ptr():
             return
         parts = torch.split(self.flat, [tensor.numel() for tensor in self.tensors])
@@ -126,8 +136,8 @@ class _BucketInFlight:
 
 
 def _start_all_reduce(bucket: list[torch.Tensor]) -> _BucketInFlight:
-    sent_in_place = len(bucket) == 1 and bucket[0].is_contiguous()  # a large one travels as it is
+    sent_in_place = len(bucket) == 1 and bucket[0].is_contiguous()  # no copy for a large one
     flat = bucket[0].view(-1) if sent_in_place else torch.cat([tensor.reshape(-1) for tensor in bucket])
     work = dist.all_reduce(flat, async_op=True)
-    assert work is not None, "this process is one of those that add up"
+    assert work is not None, "this process belongs to the group"
     return _BucketInFlight(bucket, flat, work)

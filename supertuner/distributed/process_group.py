@@ -1,4 +1,4 @@
-"""The seam for many processes: who this one is, and what all of them do together. One process adds nothing."""
+"""The seam to the other ranks: which rank this process is, and the collectives that a run needs."""
 
 from __future__ import annotations
 
@@ -14,62 +14,62 @@ from supertuner.step.window import ExpertState, GradientReduction
 
 
 class WeightSharder(Protocol):
-    """Weights shared out over the processes."""
+    """Shards the weights of modules over the ranks."""
 
     def shard_expert(self, trainable: TrainableExpert, /) -> TrainableExpert:
-        """An expert whose module is in host memory, in parts on the device of each process."""
+        """Shard an expert whose module is in host memory; the result's shard is on this rank's device."""
 
     def shard_module(self, module: nn.Module, /) -> None:
-        """The same with a module that nothing is trained of."""
+        """Shard a module without trained parameters."""
 
     def enable_expert_swap(self, expert_states: Sequence[ExpertState], /) -> None:
-        """Have experts that do not compute wait in host memory, where that is another one."""
+        """Keep experts that do not compute in host memory, if the device has memory of its own."""
 
 
 class ProcessGroup(Protocol):
-    """The processes that train together. Every call is made by all of them, in the same order."""
+    """The ranks that train together. Every collective is called by all of them, in the same order."""
 
     @property
     def rank(self) -> int:
-        """This process's number, from 0."""
+        """This process's rank, from 0."""
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """Number of ranks."""
 
     @property
     def local_rank(self) -> int:
-        """Its number among those of its node."""
+        """This process's rank among those of its node."""
 
     @property
     def local_world_size(self) -> int:
-        """How many of them its node has."""
+        """Number of ranks on this node."""
 
     @property
     def forward_is_collective(self) -> bool:
-        """Whether every process takes part in every pass through the model: it has a part of the weights."""
+        """Whether all ranks must run every pass of the model together, because each holds a shard of the weights."""
 
     @property
     def sharder(self) -> WeightSharder | None:
-        """Who shares out the weights; None: each process has all of them."""
+        """None: each rank holds all weights."""
 
     @property
     def reduction(self) -> GradientReduction | None:
-        """How the windows' gradients are added up; None: there is nobody to add to."""
+        """How a window's gradients are summed over ranks; None: there is one rank."""
 
     def all_reduce_max(self, numbers: Sequence[int], /) -> list[int]:
-        """The largest of each over all processes."""
+        """The maximum of each number over all ranks."""
 
     def all_gather(self, content: bytes, /) -> list[bytes]:
-        """What each process says, in the order of ranks."""
+        """The content of each rank, in the order of ranks."""
 
     def broadcast(self, content: bytes | None, /) -> bytes:
-        """What rank 0 says; the others give None."""
+        """The content of rank 0; the other ranks pass None."""
 
 
 @dataclass(frozen=True, slots=True)
 class SingleProcess:
-    """One process."""
+    """The process group of a run with one process."""
 
     rank: int = 0
     world_size: int = 1
@@ -90,11 +90,16 @@ class SingleProcess:
         return content
 
 
+def barrier(process_group: ProcessGroup) -> None:
+    """Wait until all ranks have called it."""
+    process_group.all_reduce_max([0])
+
+
 @contextmanager
 def rank_zero_first(process_group: ProcessGroup) -> Iterator[None]:
-    """The first process does what is inside, and then the others: they find what it made."""
+    """Rank 0 runs the block first, then the other ranks, which find what it made."""
     if process_group.rank != 0:
-        process_group.all_reduce_max([0])
+        barrier(process_group)
     yield
     if process_group.rank == 0:
-        process_group.all_reduce_max([0])
+        barrier(process_group)

@@ -1,7 +1,7 @@
-"""Where the processes of a job meet: the launcher's store, and all of them there before anything else begins.
+"""Opens the launcher's store and waits until every rank has joined, before anything else begins.
 
-Waiting for somebody who was never started ends after a set time and names who is missing. Afterwards collectives wait
-as long as it takes: rank 0 may validate for an hour. Whether somebody is gone is for the watch to say.
+Waiting for a rank that was never started ends after a set time and names the missing ranks. Afterwards collectives have
+no timeout in practice: rank 0 may validate for an hour. The watchdog finds ranks that are gone.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from supertuner.distributed.watchdog.timeout import call_with_timeout
 COLLECTIVE_TIMEOUT = timedelta(days=30)
 POLL_S = 0.02
 GRACE_S = 2.0
-"""Longer than it takes to find out who is missing, which says more than that somebody is."""
+"""Added to the timeout of the whole call, so that the inner one, which names the missing ranks, ends first."""
 MAX_RANKS_NAMED = 8
-"""Of those who are missing, as many are named."""
+"""How many missing ranks a message names."""
 
 
 class _MissingRanksError(Exception):
-    """Processes that did not come."""
+    """Ranks that did not join in time; the message names them."""
 
 
 def open_rendezvous_store(launch_env: LauncherEnvironment, *, timeout_s: float) -> Store:
-    """The store of the job, once every process has come there: what was written by an earlier start is not in it."""
+    """The store of this start of the job, once every rank has joined. Keys of an earlier start are not in it."""
     try:
         return call_with_timeout(timeout_s + GRACE_S, lambda: _open_store(launch_env, timeout_s))
     except TimeoutError as error:
@@ -55,7 +55,7 @@ def _open_store(launch_env: LauncherEnvironment, timeout_s: float) -> Store:
         job_store.set(arrival_keys[launch_env.rank], "")
         job_store.wait(arrival_keys, timeout)
     except RuntimeError as error:
-        problem = "rank 0 did not come" if job_store is None else _missing_ranks_text(job_store, arrival_keys)
+        problem = "rank 0 did not join" if job_store is None else _missing_ranks_text(job_store, arrival_keys)
         raise _rendezvous_error(launch_env, timeout_s, problem or str(error).splitlines()[0]) from error
     except _MissingRanksError as error:
         raise _rendezvous_error(launch_env, timeout_s, str(error)) from error
@@ -63,8 +63,11 @@ def _open_store(launch_env: LauncherEnvironment, timeout_s: float) -> Store:
 
 
 def _request_job_store(launcher_store: Store, launch_env: LauncherEnvironment, timeout: timedelta) -> Store:
-    """The part of the store that the first process names for this start. A launcher that restarts processes may keep
-    its store, with all that the killed ones wrote: only one that lives answers a question of now."""
+    """The key prefix that rank 0 chose for this start.
+
+    A launcher that restarts its processes may keep its store, with everything the killed ones wrote. So this rank
+    writes a random question, which only the rank 0 of this start can answer.
+    """
     question = secrets.token_hex(8)
     launcher_store.set(f"ask/{launch_env.rank}", question)
     answer = f"answer/{question}"
@@ -73,7 +76,7 @@ def _request_job_store(launcher_store: Store, launch_env: LauncherEnvironment, t
 
 
 def _serve_job_store(launcher_store: Store, arrival_keys: list[str], timeout_s: float) -> Store:
-    """The first process's side: answers until all have come, or until it has been long enough."""
+    """Rank 0's side: answer the questions until all ranks have joined; _MissingRanksError after `timeout_s`."""
     name, end = f"start/{secrets.token_hex(8)}", time.monotonic() + timeout_s
     store, pending_ranks = PrefixStore(name, launcher_store), set(range(1, len(arrival_keys)))
     while pending_ranks and time.monotonic() < end:
@@ -89,17 +92,18 @@ def _serve_job_store(launcher_store: Store, arrival_keys: list[str], timeout_s: 
 
 
 def _missing_ranks_text(store: Store, arrival_keys: list[str]) -> str:
-    """Who has not come; nothing if the store cannot be asked any more."""
+    """Names the ranks that have not joined; empty if the store is gone."""
     try:
         missing = [str(rank) for rank, key in enumerate(arrival_keys) if rank and not store.check([key])]
     except RuntimeError:
         return ""
     more = f" and {len(missing) - MAX_RANKS_NAMED} more" if len(missing) > MAX_RANKS_NAMED else ""
-    return f"rank {', '.join(missing[:MAX_RANKS_NAMED])}{more} did not come" if missing else ""
+    return f"rank {', '.join(missing[:MAX_RANKS_NAMED])}{more} did not join" if missing else ""
 
 
 def _rendezvous_error(launch_env: LauncherEnvironment, timeout_s: float, reason: str) -> TrainError:
     return TrainError(
-        f"rank {launch_env.rank} of {launch_env.world_size} did not meet the others within {timeout_s:g} s (parallel.timeout_s): "
-        f"{reason}; see that every process was started, and that MASTER_ADDR and MASTER_PORT can be reached from here"
+        f"rank {launch_env.rank} of {launch_env.world_size} did not meet the other ranks within {timeout_s:g} s "
+        f"(parallel.timeout_s): {reason}; check that every process was started, and that MASTER_ADDR and MASTER_PORT "
+        "can be reached from here"
     )

@@ -1,28 +1,32 @@
-"""The processes of a job, joined, and the few words that all must agree on. (`sums.py` adds up what they compute.)
+"""The process group of a job on torch.distributed: joins the ranks, watches them, and exchanges small messages.
 
-What processes tell each other is plain bytes; nothing is pickled.
+Messages are plain bytes; nothing is pickled. (`gradient_sum.py` sums gradients.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from supertuner.config.settings.parallel import ParallelSettings
 from supertuner.config.sources.launcher import LauncherEnvironment
+from supertuner.core.waiting import waiting_for_other_ranks
 from supertuner.distributed.gradient_sum import ReplicatedGradientReduction
-from supertuner.distributed.process_group import WeightSharder
+from supertuner.distributed.process_group import ProcessGroup, SingleProcess, WeightSharder
 from supertuner.distributed.rendezvous import COLLECTIVE_TIMEOUT, open_rendezvous_store
+from supertuner.distributed.watchdog.heartbeat import Heartbeat, HeartbeatReduction
+from supertuner.distributed.watchdog.watch import watch_ranks
 from supertuner.step.window import GradientReduction
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TorchProcessGroup:
-    """This process among others. (`Parallel` says what the calls mean.)"""
+    """This rank among the others. (`ProcessGroup` documents the methods.)"""
 
     launch_env: LauncherEnvironment
     forward_is_collective: bool
@@ -47,7 +51,8 @@ class TorchProcessGroup:
 
     def all_reduce_max(self, numbers: Sequence[int], /) -> list[int]:
         values = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(values, dist.ReduceOp.MAX)
+        with waiting_for_other_ranks("all-reduce of control values"):
+            dist.all_reduce(values, dist.ReduceOp.MAX)
         largest: list[int] = values.tolist()
         return largest
 
@@ -57,11 +62,12 @@ class TorchProcessGroup:
         framed = len(content).to_bytes(8, "little") + content
         frame[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         frames = [torch.empty_like(frame) for _ in range(self.world_size)]
-        dist.all_gather(frames, frame)
+        with waiting_for_other_ranks("all-gather of messages"):
+            dist.all_gather(frames, frame)
         return [_unframe(one) for one in frames]
 
     def broadcast(self, content: bytes | None, /) -> bytes:
-        assert (content is not None) == (self.rank == 0), "rank 0 tells, the others listen"
+        assert (content is not None) == (self.rank == 0), "rank 0 passes the content, the other ranks None"
         return self.all_gather(content or b"")[0]
 
 
@@ -74,12 +80,15 @@ def join_process_group(
     forward_is_collective: bool = False,
     store: Store | None = None,
 ) -> Iterator[TorchProcessGroup]:
-    """Join the other processes, by the `store` that they have in common; leave them at the end. With an error nobody
-    takes leave: NCCL's would wait for the others, who are to hear of the error first, and the process ends anyway."""
+    """Join the other ranks through their common `store`; leave the group when the block ends.
+
+    After an error the group is not destroyed: NCCL would wait for the other ranks, which must first receive the error,
+    and the process ends anyway.
+    """
     store = store or open_rendezvous_store(launch_env, timeout_s=timeout_s)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # NCCL and FSDP compute on the current one
+        torch.cuda.set_device(device)  # NCCL and FSDP use the current device
     dist.init_process_group(
         backend,
         store=PrefixStore("group", store),
@@ -94,3 +103,36 @@ def join_process_group(
 def _unframe(frame: torch.Tensor) -> bytes:
     framed = frame.numpy().tobytes()
     return framed[8 : 8 + int.from_bytes(framed[:8], "little")]
+
+
+MIN_RENDEZVOUS_S = 120.0
+"""Lower limit of the wait for all ranks at the start: some node may load its libraries from a cold disk."""
+
+
+@contextmanager
+def open_process_group(
+    settings: ParallelSettings, launch_env: LauncherEnvironment, device: torch.device, heartbeat: Heartbeat
+) -> Iterator[ProcessGroup]:
+    """Join the other ranks and watch them; SingleProcess without others. `heartbeat` receives the signs of life."""
+    if launch_env.world_size == 1:
+        yield SingleProcess()
+        return
+    timeout_s = settings.timeout_s
+    store = open_rendezvous_store(launch_env, timeout_s=max(timeout_s, MIN_RENDEZVOUS_S))
+    with (
+        watch_ranks(store, launch_env, heartbeat, timeout_s=timeout_s),
+        join_process_group(launch_env, device, timeout_s=timeout_s, store=store) as group,
+    ):
+        if settings.strategy != "fsdp":
+            assert group.reduction is not None
+            yield replace(group, reduction=HeartbeatReduction(group.reduction, heartbeat))
+            return
+        from supertuner.distributed.fsdp import FsdpGradientReduction, create_fsdp_sharder
+
+        sharder = create_fsdp_sharder(settings, device)
+        yield replace(
+            group,
+            forward_is_collective=True,
+            sharder=sharder,
+            reduction=HeartbeatReduction(FsdpGradientReduction(sharder), heartbeat),
+        )

@@ -1,6 +1,7 @@
-"""The unified-memory engine: what the machine is, where tensors live, and what happens when GPU memory is full.
+"""Unified memory: which machine this is, where tensors live, and what happens when GPU memory is full.
 
-`memory.stats()` is torch's statistics with those of the overflow allocator; see stats.py. Only the call imports torch.
+`memory.stats()` returns torch's statistics together with those of the overflow allocator (see overflow/stats.py). Only
+the call imports torch.
 """
 
 from supertuner.memory.overflow.stats import stats

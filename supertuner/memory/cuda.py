@@ -1,11 +1,11 @@
-"""The seam over NVIDIA's driver API, through `cuda.bindings.driver`: the only file that knows it.
+"""The memory driver over NVIDIA's driver API, through `cuda.bindings.driver`. No other file uses these bindings.
 
-Guarantees: a call that the driver refuses is a `Refused` with the driver's own name for why; the calling thread's
-current context is afterwards what it was before (PyTorch reads its current device from it); all work goes through one
-stream of our own per device, because the batch calls refuse the NULL stream and nobody's work should wait for ours.
+Guarantees: a failing driver call raises DriverError with the driver's name for the error; the calling thread's current
+context is unchanged afterwards (PyTorch reads its current device from it); all work uses one dedicated stream per
+device, because the batch calls do not accept the NULL stream and no other work should wait for it.
 
-Two generations of bindings: the forms of cuMemAdvise and cuMemPrefetchAsync that take a location have the plain names
-since 13 and the suffix _v2 in 12.x, where the plain names take a device number and cannot name a NUMA node.
+Two generations of bindings are supported: the forms of cuMemAdvise and cuMemPrefetchAsync that take a location have the
+plain names since 13 and the suffix _v2 in 12.x, where the plain names take a device number and cannot name a NUMA node.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 MovePages: TypeAlias = Callable[[Sequence[int]], list[int]]
-"""Addresses -> the NUMA node of each page, or a negative errno: -ENOENT for a page that was never touched."""
+"""Addresses → the NUMA node of each page, or a negative errno: -ENOENT for a page that was never touched."""
 
 LOCATION_API_VERSION = 12020
-"""Before CUDA 12.2 a driver knows no locations; every superchip's driver is newer."""
+"""Drivers before CUDA 12.2 do not support locations. The driver of every superchip is newer."""
 BATCH_API_VERSION = 13000
 _CUDA_SUCCESS, _CU_DEVICE_INVALID, _CU_DEVICE_CPU = 0, -2, -1
 _ADVICE_NAMES = {
@@ -53,9 +53,10 @@ _SYSCALL_NUMBERS = {"x86_64": 279, "aarch64": 239}
 
 
 def kernel_move_pages(addresses: Sequence[int]) -> list[int]:
-    """Asked by number: glibc has no such function, and libnuma is one dependency more.
+    """The NUMA node of each page from `move_pages(2)` in its query form, which moves nothing.
 
-    A kernel that will not say (built without NUMA, or a sandbox that forbids the call) answers -ENOSYS for every page.
+    Uses the system call number: glibc has no such function, and libnuma would be a further dependency. Where the kernel
+    does not report nodes (built without NUMA, or a sandbox forbids the call), the result is -ENOSYS for every page.
     """
     number = _SYSCALL_NUMBERS.get(platform.machine())
     if number is None or not addresses:
@@ -76,13 +77,17 @@ def kernel_move_pages(addresses: Sequence[int]) -> list[int]:
 
 
 def open_cuda(move_pages: MovePages = kernel_move_pages) -> CudaDriver | NotAvailable:
-    """The driver of this machine, initialised; or why there is none, which takes under a millisecond."""
+    """The initialised driver of this machine; or why there is none, which takes less than a millisecond to
+    determine.
+    """
     try:
-        ctypes.CDLL("libcuda.so.1")  # importing the bindings takes a hundred times as long as knowing that
+        ctypes.CDLL("libcuda.so.1")  # importing the bindings takes a hundred times as long as this check
     except OSError as error:
         not_found = "cannot open shared object file" in str(error)
         return NotAvailable(
-            "no NVIDIA driver (libcuda.so.1) here" if not_found else f"libcuda.so.1 cannot be loaded: {error}"
+            "no NVIDIA driver (libcuda.so.1) on this machine"
+            if not_found
+            else f"libcuda.so.1 cannot be loaded: {error}"
         )
     try:
         from cuda.bindings import driver as bindings
@@ -92,7 +97,7 @@ def open_cuda(move_pages: MovePages = kernel_move_pages) -> CudaDriver | NotAvai
 
 
 def start_driver(bindings: ModuleType, move_pages: MovePages) -> CudaDriver | NotAvailable:
-    """Initialise the driver below these bindings."""
+    """Initialise the driver behind these bindings."""
     driver = CudaDriver(bindings, move_pages)
     try:
         driver.initialise()
@@ -100,19 +105,19 @@ def start_driver(bindings: ModuleType, move_pages: MovePages) -> CudaDriver | No
     except DriverError as error:
         if error.name == "CUDA_ERROR_NO_DEVICE":
             return NotAvailable("the driver found no GPU")
-        return NotAvailable(f"the driver does not start ({error}); `nvidia-smi` may say more")
+        return NotAvailable(f"the driver does not start ({error}); run `nvidia-smi` for details")
     if device_count == 0:
         return NotAvailable("the driver found no GPU")
     if version < LOCATION_API_VERSION:
         needed_version = f"{LOCATION_API_VERSION // 1000}.{LOCATION_API_VERSION % 1000 // 10}"
         return NotAvailable(
-            f"the driver is of CUDA {version // 1000}.{version % 1000 // 10}; {needed_version} or newer is needed"
+            f"the driver supports CUDA {version // 1000}.{version % 1000 // 10}; {needed_version} or newer is required"
         )
     return driver
 
 
 class CudaDriver:
-    """`Driver` over CUDA. Made by `open_cuda`; may be called from any thread, not after a fork."""
+    """`Driver` over CUDA, created by `open_cuda`. May be called from any thread, but not after a fork."""
 
     page_bytes = mmap.PAGESIZE
 
@@ -165,7 +170,7 @@ class CudaDriver:
         )
 
     def _device_attribute(self, number: int, name: str) -> int | None:
-        """None: this driver does not know the attribute."""
+        """The attribute's value; None if this driver does not know the attribute."""
         attribute = getattr(self._cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         try:
             return int(_call(self._cuda.cuDeviceGetAttribute, attribute, number))
@@ -213,7 +218,7 @@ class CudaDriver:
     def memory_kind_at(self, address: int) -> MemoryKind:
         names = self._cuda.CUpointer_attribute
         attributes = [names.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, names.CU_POINTER_ATTRIBUTE_IS_MANAGED]
-        # In the plural the call does not fail for a pointer that is not CUDA's: all attributes are then zero.
+        # The plural form of the call does not fail for a pointer that is not CUDA's: all attributes are then zero.
         memory_type, is_managed = _call(self._cuda.cuPointerGetAttributes, len(attributes), attributes, address)
         if is_managed:
             return MemoryKind.MANAGED
@@ -260,7 +265,7 @@ class CudaDriver:
         return [self._cuda.CUdeviceptr(span.address) for span in spans], [span.nbytes for span in spans], len(spans)
 
     def _has_batch_calls(self) -> bool:
-        """Both sides must know them: bindings of 12.x do not, whatever the driver."""
+        """Whether both driver and bindings have the batch calls: bindings of 12.x do not, whatever the driver."""
         return hasattr(self._cuda, "cuMemPrefetchBatchAsync") and self.version() >= BATCH_API_VERSION
 
     def _cu_location(self, memory_location: MemoryLocation) -> object:
@@ -334,7 +339,7 @@ class CudaDriver:
     def synchronize(self, device: int = 0) -> None:
         with self._lock:
             others = [number for number in self._streams if number != device]
-        for number in (device, *others):  # by any of them something may have gone to the host
+        for number in (device, *others):  # a prefetch to the host may run on the stream of any device
             with self._device_context(number) as stream:
                 _call(self._cuda.cuStreamSynchronize, stream)
 
@@ -342,10 +347,10 @@ class CudaDriver:
 
     @contextmanager
     def _device_context(self, device: int | None = None) -> Iterator[Any]:
-        """This thread works on that device, with our stream there, and afterwards on whatever it was before.
+        """Make the device current for this thread, yield our stream on it, and restore the previous context afterwards.
 
-        None: on any, for what all of them can do. It is one that was used before, because to use a GPU takes memory
-        of it.
+        None: any device, for calls that all of them support. Prefers one that is already in use, because the first use
+        of a GPU takes some of its memory.
         """
         with self._lock:
             number = next(iter(self._contexts), 0) if device is None else device
@@ -366,12 +371,12 @@ class CudaDriver:
 
 
 def _stream_device(location: MemoryLocation) -> int | None:
-    """The device whose stream does the work: the host has none of its own."""
+    """The device whose stream does the work; None for the host, which has no stream."""
     return location.device if isinstance(location, GpuLocation) else None
 
 
 def _call(function: Callable[..., Any], *arguments: object) -> Any:
-    """What a driver call gives besides its status: nothing, one thing, or several."""
+    """Call the driver and return its results without the status: none, one, or a tuple."""
     status, *results = function(*arguments)
     if int(status) != _CUDA_SUCCESS:
         raise DriverError(function.__name__, status.name, int(status))

@@ -1,7 +1,8 @@
-"""The seam to a GPU's memory: the few verbs that hints, telemetry and the doctor need from a driver.
+"""The interface to a GPU memory driver: the few calls that hints, telemetry and the doctor need.
 
-Two bodies: `cuda.py` over NVIDIA's driver API, `model.py` over a software superchip. One contract suite holds for both.
-A verb does what it says or raises `Refused`; what cannot be known is None, never zero.
+There are two implementations: `cuda.py` over NVIDIA's driver API, and `emulator/superchip.py` over a software model.
+One contract suite tests both. A call does what its name says or raises DriverError; an unknown value is None, never
+zero.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from typing import Final, Protocol, TypeAlias
 
 
 class MemoryKind(StrEnum):
-    """Who manages a piece of memory, which decides what can be asked of it."""
+    """How a piece of memory is managed, which determines the hints it accepts."""
 
     DEVICE = "device"
-    """On the GPU, for good: never moved, never evicted."""
+    """GPU memory: never moved, never evicted."""
     MANAGED = "managed"
-    """Moved by the driver on faults, hints and pressure; evicted least recently used."""
+    """The driver migrates it on faults, hints and memory pressure, and evicts the least recently used pages."""
     SYSTEM = "system"
-    """Ordinary memory of the process. On ATS machines the GPU reads it; what moved to the GPU does not come back."""
+    """Ordinary memory of the process. On ATS machines the GPU reads it; pages that migrated to the GPU do not come
+    back.
+    """
     PINNED = "pinned"
-    """Host memory that is locked in place."""
+    """Page-locked host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +42,20 @@ class AddressRange:
 
 @dataclass(frozen=True, slots=True)
 class GpuLocation:
-    """A GPU's memory as a home."""
+    """The memory of one GPU."""
 
     device: int
 
 
 @dataclass(frozen=True, slots=True)
 class HostNumaLocation:
-    """One NUMA node of the host as a home."""
+    """One NUMA node of the host."""
 
     node: int
 
 
 class HostLocation(Enum):
-    """The host's memory as a home, whichever node."""
+    """The host's memory, on any node."""
 
     HOST = "host"
 
@@ -69,34 +72,34 @@ class MemoryAdvice(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """What the driver says of a GPU. None: it would not say."""
+    """The driver's properties of a GPU. None: the driver does not report the value."""
 
     number: int
     name: str
     total_bytes: int
     capability: tuple[int, int] | None = None
     managed: bool | None = None
-    """Managed memory exists."""
+    """The GPU supports managed memory."""
     concurrent_managed: bool | None = None
-    """CPU and GPU may use managed memory at once: without it there is no prefetch and no oversubscription."""
+    """CPU and GPU may use managed memory concurrently; without this there is no prefetch and no oversubscription."""
     pageable: bool | None = None
-    """The GPU reads ordinary memory of the process."""
+    """The GPU can read ordinary memory of the process."""
     host_page_tables: bool | None = None
-    """… through the host's own page tables: ATS, the mark of a Grace superchip."""
+    """The GPU reads it through the host's own page tables (ATS), as Grace superchips do."""
     direct_host_access: bool | None = None
-    """The CPU reads managed memory that lies on the GPU without moving it."""
+    """The CPU reads managed memory on the GPU in place, without migrating it."""
     integrated: bool | None = None
     """CPU and GPU share one pool of memory."""
     numa_node: int | None = None
-    """The NUMA node that this GPU's memory is to the kernel."""
+    """The kernel's NUMA node for this GPU's memory."""
     host_node: int | None = None
-    """The NUMA node of the CPU next to it."""
+    """The NUMA node of the CPU next to the GPU."""
     uuid: str | None = None
-    """Its identity in NVML's spelling, `GPU-2dee1e25-b3b5-…`: the two count GPUs differently."""
+    """Its identity as NVML writes it, `GPU-2dee1e25-b3b5-…`. The driver and NVML number GPUs differently."""
 
 
 class DriverError(Exception):
-    """The driver said no. `name` is its own word for why, such as CUDA_ERROR_INVALID_VALUE."""
+    """A driver call failed. `name` is the driver's name for the error, such as CUDA_ERROR_INVALID_VALUE."""
 
     def __init__(self, call: str, name: str, code: int) -> None:
         super().__init__(f"{call}: {name}")
@@ -104,71 +107,75 @@ class DriverError(Exception):
 
     @property
     def unsupported(self) -> bool:
-        """Whether this machine or this driver cannot do it at all, whatever the range."""
+        """Whether this machine or driver does not support the call at all, for any range."""
         return self.name in ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_INVALID_DEVICE", "CUDA_ERROR_NOT_FOUND")
 
 
 @dataclass(frozen=True, slots=True)
 class NotAvailable:
-    """There is no driver, or no GPU, and why."""
+    """A driver, library or GPU is not available, and why."""
 
     reason: str
 
 
 class Driver(Protocol):
-    """A driver with at least one GPU. May be called from any thread."""
+    """A driver with at least one GPU. Its methods may be called from any thread."""
 
     page_bytes: int
-    """The host's page: hints cover whole pages."""
+    """Size of a host page. Hints cover whole pages."""
 
     def version(self) -> int:
-        """Of the driver API, as in 13000 for CUDA 13.0."""
+        """Version of the driver API, such as 13000 for CUDA 13.0."""
 
     def devices(self) -> tuple[DeviceProperties, ...]: ...
 
     def free_bytes(self, device: int) -> int:
-        """Free memory of the GPU as the driver sees it. On GB10 and GH200 it ignores cache the kernel would give up."""
+        """Free GPU memory as the driver reports it. On GB10 and GH200 this does not count page cache that the kernel
+        would free.
+        """
 
     def allocate(self, kind: MemoryKind, nbytes: int, device: int = 0) -> int:
-        """The address of new memory: DEVICE, MANAGED or SYSTEM. Contents are undefined."""
+        """Allocate DEVICE, MANAGED or SYSTEM memory and return its address. The content is undefined."""
 
     def free(self, address: int) -> None:
-        """Give back what `allocate` gave."""
+        """Free memory that `allocate` returned."""
 
     def memory_kind_at(self, address: int) -> MemoryKind:
-        """Memory that the driver does not know is SYSTEM."""
+        """The kind of memory at an address. Memory that the driver does not know is SYSTEM."""
 
     def advise(self, span: AddressRange, advice: MemoryAdvice, location: MemoryLocation) -> None: ...
 
     def unadvise(self, span: AddressRange, advice: MemoryAdvice, location: MemoryLocation) -> None: ...
 
     def prefetch(self, spans: Sequence[AddressRange], location: MemoryLocation) -> None:
-        """Begin to move whole pages; `synchronize` waits. In one call where the driver has one (CUDA 13)."""
+        """Start migrating whole pages; `synchronize` waits. Uses one call for all ranges where the driver has one (CUDA
+        13).
+        """
 
     def discard(self, spans: Sequence[AddressRange]) -> None:
-        """Contents are worthless from here on: pages need not be moved again. MANAGED only; CUDA 13."""
+        """Declare the content worthless, so that the pages need not be migrated. MANAGED memory only; needs CUDA 13."""
 
     def preferred_location(self, span: AddressRange) -> MemoryLocation | None:
-        """The preferred location that was set for all of the range; None: none, or not one for all of it."""
+        """The preferred location of the whole range; None if none is set or the range has several."""
 
     def last_prefetch_location(self, span: AddressRange) -> MemoryLocation | None:
-        """Where the range was last asked to go. It is what was asked, not where the pages are."""
+        """The target of the last prefetch. This is the request, not where the pages are."""
 
     def accessed_by(self, span: AddressRange) -> tuple[MemoryLocation, ...]: ...
 
     def read_mostly(self, span: AddressRange) -> bool: ...
 
     def locate(self, addresses: Sequence[int]) -> list[int | None]:
-        """The NUMA node of the page at each address, asked of the kernel; None: not populated, or not told."""
+        """The NUMA node of the page at each address according to the kernel; None: not populated, or not reported."""
 
     def fill(self, span: AddressRange, value: int, device: int = 0) -> None:
-        """Write one byte value everywhere, by the GPU; waits."""
+        """Set every byte to one value on the GPU, and wait."""
 
     def copy(self, target: int, source: int, nbytes: int, device: int = 0) -> None:
-        """Copy, by the GPU; waits."""
+        """Copy on the GPU, and wait."""
 
     def read(self, span: AddressRange) -> bytes:
         """The bytes, read by the host."""
 
     def synchronize(self, device: int = 0) -> None:
-        """Wait until all that was begun is done."""
+        """Wait until all started work is done."""

@@ -1,12 +1,13 @@
-"""The machines that SuperTuner knows, as a literal table: each figure with where it comes from, or why it is not known.
+"""The machines that SuperTuner knows, as a literal table: each figure with its source, or with the reason why it is
+unknown.
 
-Nothing here was measured by us on a GPU. `spec` is what the maker prints, or a peak worked out from it; `measured by
-others` is a published measurement; `unknown` carries None and the reason. A figure that is contested says so. Memory
-is in bytes (GPU memory is sold in binary gigabytes), bandwidth in bytes a second (sold in decimal ones), and FLOPS are
-dense: where the maker prints them with sparsity, half of that.
+This project measured none of these figures. `spec` is a figure that the manufacturer publishes, or a peak computed from
+one; `measured by others` is a published measurement; `unknown` has the value None and a reason. A disputed figure says
+so in its source. Memory is in bytes (GPU memory is sold in binary gigabytes), bandwidth in bytes per second (sold in
+decimal ones). FLOPS are dense: where the manufacturer publishes them with sparsity, half of that.
 
-The sources were read in November 2026 in stored copies of public pages. Of the makers' own documents few were among
-them: what is quoted from a copy names the copy.
+The sources were read in November 2026 in stored copies of public pages. Few of them are the manufacturers' own
+documents; a source that is a copy names the copy.
 """
 
 from __future__ import annotations
@@ -27,50 +28,51 @@ TFLOPS: Final = 1e12
 
 @dataclass(frozen=True, slots=True)
 class MachineFigure:
-    """One number of a machine."""
+    """One figure of a machine."""
 
     value: float | None
     source: str
-    """Where it comes from; for an unknown figure, why it is not known."""
+    """The source of the figure; for an unknown figure, why it is unknown."""
     origin: FigureOrigin = "spec"
 
 
 @dataclass(frozen=True, slots=True)
 class MachineSpec:
-    """A kind of machine: one GPU and the host memory next to it."""
+    """A type of machine: one GPU and the host memory next to it."""
 
     key: str
     title: str
     name_pattern: str
-    """A regular expression for the whole name that the driver gives its GPU (or `/proc/cpuinfo` its CPU).
+    """A regular expression that matches the complete name that the driver reports for its GPU (or `/proc/cpuinfo` for
+    its CPU).
 
-    A comment at each row says which names were found in public output of drivers or in NVIDIA's lists. The others are
-    guesses: a name without "NVIDIA ", and relatives of the names that were found.
+    A comment at each row lists the names that were found in public driver output or in NVIDIA's lists. The others are
+    guesses: names without "NVIDIA ", and variants of the names that were found.
     """
     gpu_bytes: MachineFigure
     host_bytes: MachineFigure
-    """Of the CPU next to the GPU. On a one-pool machine, the same memory again."""
+    """Memory of the CPU next to the GPU. On a one-pool machine this is the same memory."""
     gpu_read_bytes_s: MachineFigure
     gpu_write_bytes_s: MachineFigure
     host_bytes_s: MachineFigure
     to_device_bytes_s: MachineFigure
-    """The link, from host memory to the GPU's."""
+    """Bandwidth of the link from host memory to GPU memory."""
     to_host_bytes_s: MachineFigure
     bf16_flops: MachineFigure
     fp8_flops: MachineFigure
     fp32_flops: MachineFigure
     system_page_bytes: MachineFigure
-    """What the maker recommends, or ships."""
+    """The page size that the manufacturer recommends or ships."""
     driver_block_bytes: MachineFigure
-    """The largest piece in which the driver moves managed memory."""
+    """The largest unit in which the driver migrates managed memory."""
     one_pool: bool
-    """CPU and GPU share one memory: there is nothing to spill into."""
+    """CPU and GPU share one memory, so there is no second memory to spill to."""
     ats: bool
     """The GPU reads ordinary memory through the host's page tables."""
     link: str
 
     def figures(self) -> dict[str, MachineFigure]:
-        """Every figure by its name."""
+        """All figures by name."""
         values = {name: getattr(self, name) for name in self.__slots__}
         return {name: value for name, value in values.items() if isinstance(value, MachineFigure)}
 
@@ -83,7 +85,7 @@ def _unknown(reason: str) -> MachineFigure:
     return MachineFigure(None, reason, "unknown")
 
 
-_NOTES = "a published figure in this project's notes, which do not name its document"
+_NOTES = "a published figure in this project's notes, which do not name the document"
 _KTH = "Schieffer and others, arXiv:2407.07850, as reported by 4nownews.com (2024-07-27)"
 _DNHKNG = "dnhkng.github.io, What 2x GH200 delivers (2026-04-25)"
 _TO_DEVICE = _KTH + f": 375; 377 and 380 in {_DNHKNG}, 346 in NVIDIA/nvbandwidth issue 23; 450 by specification"
@@ -93,9 +95,9 @@ _GRACE_480 = (
     f"Benchmarking Guide (410 to 486 on the 120 GB part), 348 in {_DNHKNG}; 486 in {_KTH}"
 )
 _GRACE_BYTES = "NVIDIA Grace CPU Benchmarking Guide, STREAM: Grace Hopper comes with 120 or 480 GB"
-_HOPPER_BF16 = _NOTES + ": 990; that it is dense shows in the H100 SXM's 989.4 dense, 1978.9 with sparsity"
+_HOPPER_BF16 = _NOTES + ": 990, which must be dense, because the H100 SXM has 989.4 dense and 1978.9 with sparsity"
 _HOPPER_FP8 = "no source found for a GH200; 1978.9 dense is the H100 SXM's"
-_HOPPER_FP32 = "pc2/GPUInspector.jl pull request 27: theoretical peak that it works out on a GH200"
+_HOPPER_FP32 = "pc2/GPUInspector.jl pull request 27: theoretical peak that it computes for a GH200"
 _GB200 = "NVIDIA's specifications of a GB200 NVL72, per GPU, as copied by zdszero.github.io (Hardware)"
 _NVL72 = "NVIDIA's page on GB200 NVL72, as copied by Regatta's node profiles"
 _GB10 = "NVIDIA's page on DGX Spark, as copied by ai-infrastructure.net/dgx-spark"
@@ -105,7 +107,7 @@ _H100_DENSE = "NVIDIA's peaks of H100 SXM5, dense, as copied by glennklockwood.c
 _A100 = "NVIDIA A100 datasheet 1758950 r4, as copied by glennklockwood.com (A100)"
 _RTX4090 = "waredb.com, NVIDIA GeForce RTX 4090"
 _RTX5090 = "github.com/lamonoai/gpumap, nvidia/GPU.md"
-_READS_AND_WRITES = "; it does not tell reads from writes"
+_READS_AND_WRITES = "; the source does not separate reads and writes"
 _DRIVER_BLOCK = MachineFigure(
     2 * MIB,
     "NVIDIA/open-gpu-kernel-modules, uvm_va_block_types.h: UVM_VA_BLOCK_BITS is 21, the maximum block size is 2MB",
@@ -113,16 +115,16 @@ _DRIVER_BLOCK = MachineFigure(
 _PAGE_64K = MachineFigure(
     64 * KIB, "NVIDIA Grace Performance Tuning Guide, Page Size: the recommended default value for the page size is 64K"
 )
-_PAGE_4K = MachineFigure(4 * KIB, "the base page of x86-64, which has no other; an Arm host may differ")
+_PAGE_4K = MachineFigure(4 * KIB, "the only base page size of x86-64; an Arm host may differ")
 _PCIE4 = MachineFigure(
-    31.5 * GB_S, "arithmetic: 16 GT/s, 16 lanes, 128b/130b, one direction; packet headers not taken off"
+    31.5 * GB_S, "arithmetic: 16 GT/s, 16 lanes, 128b/130b, one direction; packet headers not subtracted"
 )
 _PCIE5 = MachineFigure(
-    63.0 * GB_S, "arithmetic: 32 GT/s, 16 lanes, 128b/130b, one direction; packet headers not taken off"
+    63.0 * GB_S, "arithmetic: 32 GT/s, 16 lanes, 128b/130b, one direction; packet headers not subtracted"
 )
-_UNKNOWN_HOST = _unknown("a card: the host is whatever it is put into")
-_ONE_POOL = _unknown("one pool of memory: there is no link to cross")
-_UNKNOWN_CPU = _unknown("differs from CPU to CPU; probe it")
+_UNKNOWN_HOST = _unknown("a card: the host depends on the machine")
+_ONE_POOL = _unknown("one pool of memory: there is no link")
+_UNKNOWN_CPU = _unknown("depends on the CPU; probe it")
 _NO_GPU = _unknown("no GPU")
 
 MACHINES: Final[Mapping[str, MachineSpec]] = {
@@ -132,7 +134,7 @@ MACHINES: Final[Mapping[str, MachineSpec]] = {
         # "NVIDIA GH200 480GB" and "NVIDIA GH200 120GB": found (both have 96 GB).
         name_pattern=r"(NVIDIA )?GH200( (120|480)GB)?",
         gpu_bytes=MachineFigure(96 * GIB, "the product: 96 GB HBM3"),
-        host_bytes=MachineFigure(480 * GIB, _GRACE_BYTES + "; the larger is taken"),
+        host_bytes=MachineFigure(480 * GIB, _GRACE_BYTES + "; the table uses the larger"),
         gpu_read_bytes_s=_measured(3615 * GB_S, _NOTES + f"; 3728 (BabelStream Triad) in {_DNHKNG}, 3400 in {_KTH}"),
         gpu_write_bytes_s=_measured(3705 * GB_S, _NOTES + f"; 3728 (BabelStream Triad) in {_DNHKNG}, 3400 in {_KTH}"),
         host_bytes_s=MachineFigure(384 * GB_S, _GRACE_480),
@@ -155,7 +157,7 @@ MACHINES: Final[Mapping[str, MachineSpec]] = {
         gpu_bytes=MachineFigure(144 * GIB, "the product: 144 GB HBM3e"),
         host_bytes=MachineFigure(480 * GIB, _NOTES + ": 480 GB LPDDR5X, as the 96 GB part"),
         gpu_read_bytes_s=MachineFigure(
-            4900 * GB_S, _NOTES + ": 4.9 TB/s by specification; nobody's measurement was found"
+            4900 * GB_S, _NOTES + ": 4.9 TB/s by specification; no published measurement was found"
         ),
         gpu_write_bytes_s=MachineFigure(4900 * GB_S, _NOTES + ": 4.9 TB/s by specification" + _READS_AND_WRITES),
         host_bytes_s=MachineFigure(384 * GB_S, _GRACE_480),
@@ -181,10 +183,10 @@ MACHINES: Final[Mapping[str, MachineSpec]] = {
         gpu_write_bytes_s=MachineFigure(8000 * GB_S, _GB200 + ": 8 TB/s" + _READS_AND_WRITES),
         host_bytes_s=MachineFigure(
             14_000 / 36 * GB_S,
-            _NVL72 + ": 14 TB/s over 36 Grace, each for two GPUs; up to 512 GB/s for one, by the same",
+            _NVL72 + ": 14 TB/s over 36 Grace, each for two GPUs; the same source gives up to 512 GB/s for one",
         ),
         to_device_bytes_s=_unknown("no published measurement of this direction was found"),
-        to_host_bytes_s=_measured(330 * GB_S, _NOTES + ": 330 to the GPU's own NUMA node, 115 across"),
+        to_host_bytes_s=_measured(330 * GB_S, _NOTES + ": 330 to the NUMA node next to the GPU, 115 to the other one"),
         bf16_flops=MachineFigure(
             2500 * TFLOPS, _GB200 + ": 5 PFLOPS with sparsity, half of it dense; 2250 by verda.com"
         ),
@@ -207,21 +209,22 @@ MACHINES: Final[Mapping[str, MachineSpec]] = {
         host_bytes=MachineFigure(128 * GIB, _GB10 + ": the same pool"),
         gpu_read_bytes_s=MachineFigure(273 * GB_S, _GB10 + ": 273 GB/s"),
         gpu_write_bytes_s=MachineFigure(273 * GB_S, _GB10 + ": 273 GB/s" + _READS_AND_WRITES),
-        host_bytes_s=MachineFigure(273 * GB_S, _GB10 + ": the same memory; what the CPU alone reaches was not found"),
+        host_bytes_s=MachineFigure(273 * GB_S, _GB10 + ": the same memory; no source found for the CPU alone"),
         to_device_bytes_s=_ONE_POOL,
         to_host_bytes_s=_ONE_POOL,
         bf16_flops=MachineFigure(
             125 * TFLOPS,
-            _NOTES + ": about 125, dense by its ratio to NVIDIA's 1 PFLOP of sparse FP4; 62.5 by the RTX 5090's ratios",
+            _NOTES
+            + ": about 125, dense by its ratio to NVIDIA's 1 PFLOP of sparse FP4; 62.5 by the ratios of the RTX 5090",
         ),
-        fp8_flops=_unknown("no source found: NVIDIA prints 1 PFLOP of FP4 with sparsity and nothing else"),
-        fp32_flops=_unknown("no source found: NVIDIA prints 1 PFLOP of FP4 with sparsity and nothing else"),
+        fp8_flops=_unknown("no source found: NVIDIA publishes only 1 PFLOP of FP4 with sparsity"),
+        fp32_flops=_unknown("no source found: NVIDIA publishes only 1 PFLOP of FP4 with sparsity"),
         system_page_bytes=MachineFigure(
             4 * KIB, "NVIDIA/NV-Kernels pull request 590: the 4 KiB arm64 `nvidia` kernel flavour used by DGX Spark"
         ),
         driver_block_bytes=_DRIVER_BLOCK,
         one_pool=True,
-        ats=True,  # NVIDIA's UVM driver says so of GB10: Start9Labs/start-technologies pull request 3693
+        ats=True,  # NVIDIA's UVM driver reports it for GB10: Start9Labs/start-technologies pull request 3693
         link="none",
     ),
     "mi300a": MachineSpec(
@@ -234,19 +237,19 @@ MACHINES: Final[Mapping[str, MachineSpec]] = {
         ),
         host_bytes=MachineFigure(128 * GIB, "ROCm documentation, Instinct architecture information: the same pool"),
         gpu_read_bytes_s=MachineFigure(
-            5300 * GB_S, _NOTES + ": 5.3 TB/s; a peak, says ROCm/rocm_bandwidth_test issue 121"
+            5300 * GB_S, _NOTES + ": 5.3 TB/s; a peak according to ROCm/rocm_bandwidth_test issue 121"
         ),
         gpu_write_bytes_s=MachineFigure(5300 * GB_S, _NOTES + ": 5.3 TB/s, a peak" + _READS_AND_WRITES),
-        host_bytes_s=_unknown("the same memory, but no source found for what its CPU cores reach"),
+        host_bytes_s=_unknown("the same memory, but no source found for the bandwidth of its CPU cores"),
         to_device_bytes_s=_ONE_POOL,
         to_host_bytes_s=_ONE_POOL,
         bf16_flops=MachineFigure(980.6 * TFLOPS, _MI300A + ": peak bfloat16, no sparsity mentioned"),
-        fp8_flops=_unknown("no source found: the data that was found give INT8 (1.96 POPs)"),
+        fp8_flops=_unknown("no source found: the data found only lists INT8 (1.96 POPs)"),
         fp32_flops=MachineFigure(
             122.6 * TFLOPS, _MI300A + "; 113.2 measured by chipsandcheese.com (Sizing up MI300A's GPU)"
         ),
         system_page_bytes=_PAGE_4K,
-        driver_block_bytes=_unknown("not NVIDIA's driver; no source found for such a block in its own"),
+        driver_block_bytes=_unknown("AMD's driver; no source found for its migration unit"),
         one_pool=True,
         ats=False,
         link="none",
@@ -365,7 +368,7 @@ MACHINES: Final[Mapping[str, MachineSpec]] = {
     "cpu": MachineSpec(
         key="cpu",
         title="a CPU without a GPU",
-        name_pattern=r"(?!)",  # never matched by a name: it is what is left where there is no GPU
+        name_pattern=r"(?!)",  # matches no name: used where there is no GPU
         gpu_bytes=_NO_GPU,
         host_bytes=_UNKNOWN_CPU,
         gpu_read_bytes_s=_NO_GPU,
@@ -385,13 +388,13 @@ MACHINES: Final[Mapping[str, MachineSpec]] = {
 }
 
 MIN_MEMORY_SHARE, MAX_MEMORY_SHARE = 0.85, 1.05
-"""GPU memory that the driver reports, as a share of the table's: it keeps some for itself (ECC, page tables)."""
+"""GPU memory that the driver reports, as a share of the table's value: the driver reserves some (ECC, page tables)."""
 
 
 def find_machine(device: DeviceProperties) -> MachineSpec | None:
-    """The row of the table that this GPU is: by its name, its memory, and whether it shares the host's pool.
+    """The table row of this GPU, matched by name, memory size, and whether it shares the host's memory.
 
-    None for a GPU that is in no row, for a part of one (a MIG slice), and for a relative of another size.
+    None for a GPU without a row, for a part of one (a MIG slice), and for a variant with a different memory size.
     """
     matches = [
         row
@@ -402,7 +405,7 @@ def find_machine(device: DeviceProperties) -> MachineSpec | None:
 
 
 def find_machine_by_cpu(cpu_name: str) -> MachineSpec | None:
-    """The row of a machine that is known by its CPU's name, because its GPU speaks another driver's language."""
+    """The table row of a machine that is identified by its CPU name, because its GPU needs another vendor's driver."""
     matches = [row for row in MACHINES.values() if re.fullmatch(row.name_pattern, cpu_name.strip())]
     return matches[0] if matches else None
 
@@ -410,7 +413,7 @@ def find_machine_by_cpu(cpu_name: str) -> MachineSpec | None:
 def _memory_matches(row: MachineSpec, device: DeviceProperties) -> bool:
     if device.integrated is True and not row.one_pool:
         return False
-    if row.one_pool:  # its GPU reports what the kernel has, which differs with firmware and carve-outs
+    if row.one_pool:  # its GPU reports the kernel's memory, which depends on firmware and carve-outs
         return True
     return (
         row.gpu_bytes.value is not None

@@ -1,7 +1,7 @@
-"""What NVIDIA's management library says of the GPUs: names and limits once, memory, power and clocks as often as asked.
+"""Reads NVIDIA's management library: names and limits once; memory, power and clocks on every sample.
 
-Read-only, and every answer may be missing: no library, no driver behind it, or a GPU that does not say (GB10's memory).
-What is missing is None or left out, never zero.
+Read-only. Every value may be missing: no library, no driver behind it, or a GPU that does not report it (GB10's
+memory). A missing value is None or absent, never zero.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class NvmlGpuFacts:
-    """A GPU as NVML knows it, in NVML's own order, which is not always the driver's."""
+    """A GPU as NVML describes it, in NVML's order, which is not always the driver's."""
 
     index: int
     name: str | None
     uuid: str | None
-    """As in `GPU-2dee1e25-b3b5-007e-2b55-79f2d0f2ebe5`: the same text that the driver's identity makes."""
+    """Such as `GPU-2dee1e25-b3b5-007e-2b55-79f2d0f2ebe5`: the same text as `DeviceProperties.uuid`."""
     total_bytes: int | None
-    """None on GB10, whose memory is the host's."""
+    """None on GB10, which has no separate GPU memory."""
     sm_clock_limit_mhz: int | None
     power_limit_w: float | None
 
 
 def open_nvml() -> NvmlLibrary | NotAvailable:
-    """The library, opened; or why there is none."""
+    """Open the library; or return why it is not available."""
     try:
         import pynvml
     except ImportError:
@@ -39,16 +39,16 @@ def open_nvml() -> NvmlLibrary | NotAvailable:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError_LibraryNotFound:
-        return NotAvailable("no NVML (libnvidia-ml.so.1) here")
+        return NotAvailable("no NVML (libnvidia-ml.so.1) on this machine")
     except pynvml.NVMLError_DriverNotLoaded:
-        return NotAvailable("NVML is here, but the NVIDIA kernel driver is not loaded")
+        return NotAvailable("NVML is installed, but the NVIDIA kernel driver is not loaded")
     except pynvml.NVMLError as error:
         return NotAvailable(f"NVML does not start: {error}")
     return NvmlLibrary(pynvml)
 
 
 class NvmlLibrary:
-    """NVML, open until `close`. A question that a GPU does not support is asked once and then no more."""
+    """NVML, open until `close`. A query that a GPU does not support is sent once and then dropped."""
 
     def __init__(self, library: ModuleType) -> None:
         self._library: Any = library
@@ -59,15 +59,15 @@ class NvmlLibrary:
         }
 
     def driver_version(self) -> str | None:
-        """Of the kernel driver, as in 580.95.05."""
+        """Version of the kernel driver, such as 580.95.05."""
         return _as_text(self._query(self._library.nvmlSystemGetDriverVersion))
 
     def gpus(self) -> tuple[NvmlGpuFacts, ...]:
-        """The GPUs that can be opened; one that fell off the bus is not among them."""
+        """The GPUs that can be opened. A GPU that fell off the bus is not among them."""
         return tuple(self._describe(index, handle) for index, handle in self._handles.items() if handle is not None)
 
     def sample(self, index: int) -> dict[str, float]:
-        """Gauges of the GPU with this NVML index, as of now; what it does not say is left out."""
+        """Current gauges of the GPU with this NVML index. Values that it does not report are absent."""
         gauges: dict[str, float] = {}
         for name, query in tuple(self._queries.get(index, {}).items()):
             try:
@@ -75,7 +75,7 @@ class NvmlLibrary:
             except (self._library.NVMLError_NotSupported, self._library.NVMLError_FunctionNotFound):
                 del self._queries[index][name]
             except self._library.NVMLError:
-                # Lost, reset or forbidden for the moment: no figure this time, and training does not need one.
+                # Lost, reset or not permitted at the moment: no figure in this sample, and training does not need one.
                 continue
         return gauges
 
@@ -96,7 +96,7 @@ class NvmlLibrary:
         )
 
     def _gauge_queries(self, handle: object) -> dict[str, Callable[[], Mapping[str, float]]]:
-        """The questions of `sample`, each with the figures that its answer makes."""
+        """The queries of `sample`, each returning its figures."""
         library = self._library
 
         def memory() -> dict[str, float]:
@@ -121,10 +121,10 @@ class NvmlLibrary:
         try:
             return function(*arguments)
         except self._library.NVMLError:
-            # Not supported, lost, forbidden: whatever the reason, this fact is unknown.
+            # Not supported, lost or not permitted: the value is unknown in every case.
             return None
 
 
 def _as_text(answer: str | bytes | None) -> str | None:
-    """Some versions of the bindings answer in bytes."""
+    """Some versions of the bindings return bytes."""
     return answer.decode() if isinstance(answer, bytes) else answer

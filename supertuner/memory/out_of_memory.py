@@ -1,4 +1,4 @@
-"""A device whose memory is full, in our words: what did not fit, and which settings need less; and its release."""
+"""Explains a full device memory (what did not fit, which settings need less), and releases unused memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from supertuner.core.errors import TrainError
 
 @contextmanager
 def explain_out_of_memory(subject: str, remedy: str | Callable[[], str]) -> Iterator[None]:
-    """TrainError instead of torch's own, which is a traceback to users and would end a run for a mere sample.
+    """Turn torch.OutOfMemoryError into TrainError: `{subject} not fit into the device's memory (reason); {remedy}`.
 
-    A remedy that depends on what was refused is asked for when it was.
+    `subject` includes the verb ("samples do"). A callable remedy is evaluated after the error, when it can tell why.
     """
     try:
         yield
@@ -26,8 +26,11 @@ def explain_out_of_memory(subject: str, remedy: str | Callable[[], str]) -> Iter
 
 
 def release_unused_memory(device: torch.device) -> None:
-    """Give back what nothing uses. Models hold themselves in circles: without this an expert that was loaded for
-    samples would stay on the device until Python happens to look, and the next validation would load another."""
+    """Free memory that nothing uses.
+
+    Modules are in reference cycles: without a collection, an expert that was loaded for samples would stay on the
+    device until Python happens to collect, and the next validation would load another.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

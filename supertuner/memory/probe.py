@@ -1,7 +1,8 @@
-"""What this machine is: its GPUs by the driver and NVML, its memory by the kernel. Unknown is None, never zero.
+"""Describes this machine: its GPUs from the driver and NVML, its memory from the kernel. An unknown value is None,
+never zero.
 
-Everything about the host is read below `host.root`, so that a test describes another machine by a folder of files.
-Nothing is decided here, and nothing is changed.
+Everything about the host is read below `host.root`, so that a test can describe another machine with a folder of files.
+This file decides nothing and changes nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from supertuner.memory.machines import MACHINES, MachineSpec, find_machine, find
 from supertuner.memory.nvml import NvmlGpuFacts, NvmlLibrary
 
 AT_PAGESZ: Final = 6
-"""The key of the page size in the auxiliary vector that the kernel hands every process."""
+"""Key of the page size in the auxiliary vector that the kernel passes to every process."""
 RECLAIMABLE_FIELDS: Final = ("Active(file)", "Inactive(file)", "SReclaimable")
-"""Cache that the kernel gives up when somebody needs the memory."""
+"""Page cache that the kernel frees under memory pressure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,63 +34,67 @@ class NumaNodeFacts:
     number: int
     total_bytes: int | None
     available_bytes: int | None
-    """Free, and cache that would be given up: an upper estimate, because the kernel keeps a little."""
+    """Free memory plus cache that the kernel would free: an upper estimate, because the kernel keeps a
+    small reserve.
+    """
     cpus: bool | None
     gpu: int | None = None
-    """The GPU whose memory this node is (Grace superchips)."""
+    """The GPU whose memory this node represents (Grace superchips)."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """One GPU, by those who know it."""
+    """One GPU, as the driver, NVML and the table of machines describe it."""
 
     device: DeviceProperties
-    """What the CUDA driver says."""
+    """Properties from the CUDA driver."""
     nvml: NvmlGpuFacts | None = None
-    """What NVML says; None: no NVML, or not clear which of its GPUs this one is."""
+    """Facts from NVML; None if NVML is not available or its matching GPU cannot be determined."""
     machine: MachineSpec | None = None
-    """Its row of the table."""
+    """Its row of the table `MACHINES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """This machine, as of the moment it was probed."""
+    """This machine at the time of probing."""
 
     arch: str | None
-    """`aarch64`, `x86_64`."""
+    """`aarch64` or `x86_64`."""
     kernel: str | None
     cpu_name: str | None
     """None on most Arm machines, whose kernel does not name the CPU."""
     cpus: int
-    """That this process may use."""
+    """CPUs that this process may use."""
     page_bytes: int | None
     memory_total: int | None
-    """For this process: a container's limit counts. On a Grace superchip the kernel counts GPU memory in."""
+    """Memory available to this process, within its container's limit. On a Grace superchip the kernel includes GPU
+    memory.
+    """
     memory_available: int | None
     swap_used: int | None
     numa_balancing: bool | None
-    """The kernel samples accesses by unmapping pages: bad for GPUs that share page tables."""
+    """The kernel samples accesses by unmapping pages, which is harmful for GPUs that share page tables."""
     transparent_hugepages: str | None
     """`always`, `madvise` or `never`."""
     nodes: tuple[NumaNodeFacts, ...]
     uvm_parameters: Mapping[str, str]
-    """Parameters of the kernel module nvidia_uvm; none where it is not loaded."""
+    """Parameters of the kernel module nvidia_uvm; empty if it is not loaded."""
     nvidia_driver: str | None
-    """Version of NVIDIA's kernel driver, as in 580.95.05."""
+    """Version of NVIDIA's kernel driver, such as 580.95.05."""
     driver_version: int | None
-    """Of the driver API, as in 13000 for CUDA 13.0."""
+    """Version of the driver API, such as 13000 for CUDA 13.0."""
     gpus: tuple[GpuFacts, ...]
     machine: MachineSpec | None
-    """The row of the first GPU; `cpu` where there is none; None for a machine that the table does not know."""
+    """The table row of the first GPU; `cpu` if there is no GPU; None if the table does not list the machine."""
     one_pool: bool | None
-    """CPU and GPU share one memory, so that spilling buys nothing."""
+    """CPU and GPU share one memory, so that spilling gains nothing."""
     ats: bool | None
     """The GPU reads ordinary memory through the host's page tables."""
     no_gpu_reason: str | None
 
 
 def probe_machine(host: HostFacts, driver: Driver | NotAvailable, nvml: NvmlLibrary | NotAvailable) -> MachineFacts:
-    """Ask everybody once."""
+    """Query the kernel, the driver and NVML once."""
     gpus = _probe_gpus(driver, nvml)
     proc, meminfo = host.root / "proc", read_meminfo(host.root / "proc/meminfo")
     cpu_name = _cpu_name(proc / "cpuinfo")
@@ -118,10 +123,10 @@ def probe_machine(host: HostFacts, driver: Driver | NotAvailable, nvml: NvmlLibr
 
 
 def free_gpu_bytes(facts: MachineFacts, driver: Driver | NotAvailable, host: HostFacts, device: int = 0) -> int | None:
-    """Bytes that can still be had on a GPU. None: no GPU, or nobody knows.
+    """Bytes that can still be allocated on a GPU; None if there is no GPU or the value is unknown.
 
-    The driver counts as taken what the kernel uses for cache and would give up. So on a one-pool machine this is
-    MemAvailable, and where GPU memory is a NUMA node (GH200), that node's free pages and its cache.
+    The driver counts page cache, which the kernel would free, as used. So on a one-pool machine this is MemAvailable,
+    and where GPU memory is a NUMA node (GH200), the node's free pages plus its cache.
     """
     gpu = next((gpu for gpu in facts.gpus if gpu.device.number == device), None)
     if isinstance(driver, NotAvailable) or gpu is None:
@@ -137,9 +142,9 @@ def free_gpu_bytes(facts: MachineFacts, driver: Driver | NotAvailable, host: Hos
 
 
 def host_available_bytes(facts: MachineFacts, host: HostFacts) -> int | None:
-    """Bytes of host memory that can still be taken.
+    """Bytes of host memory that can still be allocated.
 
-    MemAvailable, but where GPU memory is a NUMA node the kernel counts it in, and this does not.
+    This is MemAvailable, except where GPU memory is a NUMA node: the kernel includes that node, this function does not.
     """
     available = host.memory_available()
     if not any(node.gpu is not None for node in facts.nodes):
@@ -151,7 +156,7 @@ def host_available_bytes(facts: MachineFacts, host: HostFacts) -> int | None:
 
 
 def read_meminfo(path: Path) -> dict[str, int]:
-    """The fields of a `meminfo`, the machine's or a node's, in bytes. None where there is no such file."""
+    """The fields of a `meminfo` file (of the machine or of a node) in bytes; empty if the file does not exist."""
     fields = {}
     for line in _read_lines(path):
         match = re.match(r"(?:Node\s+\d+\s+)?(\S+):\s+(\d+)(?:\s+kB)?$", line)
@@ -161,7 +166,7 @@ def read_meminfo(path: Path) -> dict[str, int]:
 
 
 def read_uvm_parameters(host: HostFacts) -> dict[str, str]:
-    """The parameters of nvidia_uvm that this user may read."""
+    """The parameters of nvidia_uvm that this user can read."""
     folder = host.root / "sys/module/nvidia_uvm/parameters"
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     return {file.name: value for file in files if (value := _first_line(file)) is not None}
@@ -179,7 +184,10 @@ def _probe_gpus(driver: Driver | NotAvailable, nvml: NvmlLibrary | NotAvailable)
 def _matching_nvml_gpu(
     device: DeviceProperties, devices: Iterable[DeviceProperties], nvml_gpus: tuple[NvmlGpuFacts, ...]
 ) -> NvmlGpuFacts | None:
-    """NVML's GPU that is this one. The two count differently (CUDA_VISIBLE_DEVICES), so a position proves nothing."""
+    """The matching NVML GPU, or None if unclear.
+
+    Driver and NVML number GPUs differently (CUDA_VISIBLE_DEVICES), so a position proves nothing.
+    """
     if device.uuid is not None:
         return next((gpu for gpu in nvml_gpus if gpu.uuid == device.uuid), None)
     only_one = len(nvml_gpus) == 1 and len(tuple(devices)) == 1
@@ -193,7 +201,7 @@ def _find_machine(gpus: tuple[GpuFacts, ...], cpu_name: str | None) -> MachineSp
 
 
 def _has_one_pool(gpus: tuple[GpuFacts, ...], machine: MachineSpec | None) -> bool | None:
-    """The table or the driver: where either says yes, memory is shared; where nobody says, nobody knows."""
+    """True if the table or the driver reports shared memory; None if neither has the information."""
     answers = [gpu.device.integrated for gpu in gpus[:1]]
     answers += [machine.one_pool] if machine is not None and machine.key != "cpu" else []
     known = [answer for answer in answers if answer is not None]
@@ -201,7 +209,9 @@ def _has_one_pool(gpus: tuple[GpuFacts, ...], machine: MachineSpec | None) -> bo
 
 
 def _numa_nodes(host: HostFacts, devices: list[DeviceProperties]) -> tuple[NumaNodeFacts, ...]:
-    """Nodes with CPUs or memory: Grace superchips also list empty ones, for slices of a GPU (MIG) that may come."""
+    """Nodes with CPUs or memory. Grace superchips also list empty ones, for GPU partitions (MIG) that may be created
+    later.
+    """
     folder = host.root / "sys/devices/system/node"
     numbers = sorted(int(entry.name[4:]) for entry in folder.glob("node[0-9]*")) if folder.is_dir() else []
     gpu_by_node = {device.numa_node: device.number for device in devices if device.numa_node is not None}
@@ -234,7 +244,7 @@ def _page_bytes(auxv: Path) -> int | None:
     try:
         content = auxv.read_bytes()
     except OSError:
-        return None  # a container without /proc does not tell
+        return None  # a container without /proc does not report it
     pairs = struct.iter_unpack("@LL", content[: len(content) // 16 * 16])
     return next((value for key, value in pairs if key == AT_PAGESZ), None)
 
@@ -265,7 +275,7 @@ def _is_this_machine(host: HostFacts) -> bool:
 
 
 def _first_line(path: Path) -> str | None:
-    """None where the file is not there or may not be read; an empty file is an empty line."""
+    """The first line; None if the file is missing or not readable, "" if it is empty."""
     try:
         return path.read_text().split("\n", 1)[0].strip()
     except OSError:

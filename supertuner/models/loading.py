@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from supertuner.core.errors import ModelError
-from supertuner.models import meta_modules as hollow
 from supertuner.models.library_logging import quiet_libraries
+from supertuner.models.meta_modules import PlaceholderTokenizer, build_without_weights
 from supertuner.models.pipeline_files import pipeline_folder, weight_files
 from supertuner.models.spec import Expert, ModelDescription
 
@@ -34,7 +34,7 @@ def load_module(model: ModelDescription, component: str, dtype: torch.dtype) -> 
     Modules that the class itself keeps in fp32 (norms, time embeddings) stay so whatever `dtype` is.
     """
     if model.source.without_weights:
-        return hollow.build_without_weights(lambda: build_meta_module(model, component), dtype)
+        return build_without_weights(lambda: build_meta_module(model, component), dtype)
     component_class = _component_class(model, component)
     folder = pipeline_folder(model.source, (component,))
     single_file = model.source.single_files.get(component)
@@ -72,7 +72,7 @@ def build_meta_module(model: ModelDescription, component: str) -> nn.Module:
 def load_tokenizer_or_scheduler(model: ModelDescription, component: str) -> Any:
     """A part without weights: a tokenizer or a scheduler."""
     if model.source.without_weights:
-        return hollow.PlaceholderTokenizer(model.source.assumed_caption_tokens)
+        return PlaceholderTokenizer(model.source.assumed_caption_tokens)
     component_class = _component_class(model, component)
     folder = pipeline_folder(model.source, (component,))
     with quiet_libraries():

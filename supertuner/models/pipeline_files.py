@@ -27,6 +27,17 @@ CONFIG_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja")
 """Endings of configs and vocabularies."""
 
 
+def read_pipeline(
+    source: ModelSource, family: str, components: Sequence[str]
+) -> tuple[ModelSource, Mapping[str, ConfigDict]]:
+    """The source with its revision pinned, and the configs of the pipeline (`""`) and of these components.
+
+    Raises ModelError if the pipeline is not of that family or lacks a component.
+    """
+    source, index = read_index(source, family)
+    return source, read_component_configs(source, index, components)
+
+
 def read_index(source: ModelSource, family: str) -> tuple[ModelSource, ConfigDict]:
     """The pipeline's index, which must be of that family, and the source with its revision pinned."""
     if (folder := _local_folder(source)) is None:
@@ -84,17 +95,27 @@ def component_files(source: ModelSource, components: Sequence[str]) -> tuple[Pat
     folder = pipeline_folder(source, components)
     files: list[Path] = []
     for component in components:
-        files += sorted(
-            file for file in (folder / component).iterdir() if file.suffix in CONFIG_SUFFIXES and file.is_file()
-        )
+        files += config_files(folder / component)
         if "tokenizer" not in component:
             files += weight_files(source, folder, component)
     return tuple(files)
 
 
+def config_files(folder: Path) -> list[Path]:
+    """The configs and vocabularies in a component's folder, sorted."""
+    return sorted(file for file in folder.iterdir() if file.suffix in CONFIG_SUFFIXES and file.is_file())
+
+
 def vae_files(model: ModelDescription) -> tuple[Path, ...]:
     """The files that decide what the VAE computes."""
     return component_files(model.source, ("vae",))
+
+
+def text_files(model: ModelDescription) -> tuple[Path, ...]:
+    """The files that determine what the text encoders compute: those of every text encoder and tokenizer."""
+    return component_files(
+        model.source, tuple(name for name in model.configs if name.startswith(("text_encoder", "tokenizer")))
+    )
 
 
 def largest_shift(source: ModelSource, configs: Mapping[str, ConfigDict], max_shift: float) -> float:

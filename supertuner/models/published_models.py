@@ -17,8 +17,7 @@ from typing import Any, Final, TypeAlias
 
 from supertuner.config.settings.model import ModelSettings
 from supertuner.core.errors import ModelError
-from supertuner.models.family_registry import FAMILY_BY_PIPELINE
-from supertuner.models.family_registry import load_family as family_of
+from supertuner.models.family_registry import FAMILY_BY_PIPELINE, load_family
 from supertuner.models.pipeline_files import CONFIG_NAMES, INDEX_NAME
 from supertuner.models.spec import Family, ModelDescription, ModelSource
 
@@ -28,7 +27,7 @@ ComponentEntry: TypeAlias = tuple[str, str, Mapping[str, Any]]
 
 def describe_model(settings: ModelSettings) -> tuple[Family, ModelDescription, str]:
     """The model that the settings name, all of whose parts are hollow, and where what is known of it comes from."""
-    family = family_of(settings.family)
+    family = load_family(settings.family)
     path = settings.path
     if path is None:
         raise ModelError('model.path is not set; name a folder, a model on the hub, or "tiny"')

@@ -1,1 +1,1 @@
-"""Optimizers, and the pure functions of position that steer them."""
+"""Optimizers, and schedules as pure functions of the position in the run."""

@@ -1,7 +1,7 @@
-"""The optimizers by name, and what each of them is to the rest of the program: named weights, a rate, a step.
+"""The optimizers by name, behind one interface: named parameters, a learning rate, a step.
 
-Settings win over what an optimizer would choose itself; what neither says comes from the table below. Prodigy and
-Adafactor, as their packages write them, ask the device for a few numbers per tensor and step; the others never wait.
+Settings override the defaults in the table below. Prodigy and Adafactor, as implemented by their packages, synchronize
+with the device a few times per tensor and step; the other optimizers never do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OptimizerInputs:
-    """What an optimizer is made from."""
+    """The inputs from which an optimizer is built."""
 
     parameters: Mapping[str, nn.Parameter]
     learning_rate: float
@@ -47,17 +47,17 @@ class OptimizerSpec:
 
     build: Callable[[OptimizerInputs], TorchOptimizer]
     learning_rate: float
-    """Where the settings give none."""
+    """The default if the settings have none."""
     weight_decay: float
-    """Where the settings give none."""
+    """The default if the settings have none."""
     state_shapes: Callable[[nn.Parameter], dict[str, tuple[Shape, ...]]]
-    """What it remembers of a parameter once that had a gradient, and which shapes each entry may have."""
+    """The state of a parameter that has had a gradient: entry → the shapes that the entry may have."""
     elementwise: bool = False
-    """Whether a weight's step depends on its own gradients only: then parts of a tensor are stepped like the whole."""
+    """Whether the update of each weight depends only on its own gradients, so that a tensor can be updated in parts."""
 
 
 class ExpertOptimizer:
-    """One expert's optimizer. Its parameters have names, and it is told its rate before every step."""
+    """One expert's optimizer over named parameters. The caller sets the learning rate before every step."""
 
     def __init__(
         self, name: str, torch_optimizer: TorchOptimizer, parameters: Mapping[str, nn.Parameter], learning_rate: float
@@ -66,7 +66,7 @@ class ExpertOptimizer:
         self.torch_optimizer = torch_optimizer
         self.parameters = dict(parameters)
         self.base_learning_rate = learning_rate
-        """The learning rate that a schedule's factor is applied to."""
+        """The learning rate before the factor of the schedule."""
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.torch_optimizer.param_groups:
@@ -83,15 +83,16 @@ class ExpertOptimizer:
         self.torch_optimizer.zero_grad(set_to_none=set_to_none)
 
     def learning_rate_spread(self) -> LearningRateSpread | None:
-        """How the rates of single weights are spread, where weights have rates of their own. Waits for the device."""
+        """The distribution of Automagic's learning rates; None for other optimizers. Waits for the device."""
         return self.torch_optimizer.learning_rate_spread() if isinstance(self.torch_optimizer, Automagic) else None
 
     @torch.no_grad()
     def averaged_weights(self) -> dict[str, torch.Tensor] | None:
-        """Copies of the weights to validate and to export, where those are not the ones that are trained.
+        """Copies of the weights to validate and to export; None if these are the trained parameters.
 
-        Schedule-free trains y and means x; with z, x = y + (1 - 1/β₁)(z - y). Its own way, to swap x in and y back,
-        does not give the same bits back.
+        Schedule-free (Defazio et al., arXiv 2405.15682) trains y; the weights to evaluate are the average x. Its
+        optimizer stores z, from which x = y + (1 - 1/β₁)(z - y). The package's own `eval()` and `train()` convert the
+        parameters in place, and the conversion back does not restore the same bits.
         """
         if self.name != "schedule_free":
             return None
@@ -103,7 +104,8 @@ class ExpertOptimizer:
         }
 
     def _compiler_stance(self) -> AbstractContextManager[Any]:
-        """torchao compiles its step. On a CPU that takes half a minute and a C++ compiler, and gains nothing."""
+        """Switches off torch.compile for torchao on a CPU: compiling its step would take half a minute and a C++
+        compiler, and gain nothing."""
         if self.name == "adamw8bit" and all(p.device.type == "cpu" for p in self.parameters.values()):
             stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
             return stance
@@ -113,10 +115,10 @@ class ExpertOptimizer:
 def build_optimizer(
     settings: OptimizerSettings, parameters: Mapping[str, nn.Parameter], expert: str, *, seed: int = 0
 ) -> ExpertOptimizer:
-    """The optimizer that the settings name, for the parameters of one expert; what it draws by chance is the seed's."""
+    """The optimizer that the settings name, for the parameters of one expert. `seed` determines its random numbers."""
     spec = optimizer_spec(settings)
     if not parameters:
-        raise TrainError(f"expert {expert} has nothing to train: no parameter is left; see adapter.targets")
+        raise TrainError(f"expert {expert} has no trainable parameters; check adapter.targets")
     learning_rate = learning_rate_for(settings, expert)
     weight_decay = spec.weight_decay if settings.weight_decay is None else settings.weight_decay
     inputs = OptimizerInputs(parameters, learning_rate, weight_decay, settings, expert, seed)
@@ -129,7 +131,7 @@ def optimizer_spec(settings: OptimizerSettings) -> OptimizerSpec:
 
 
 def learning_rate_for(settings: OptimizerSettings, expert: str) -> float:
-    """Learning rate of an expert: its own, else that of all, else the table's."""
+    """The learning rate of an expert: its own setting, else the shared setting, else the optimizer's default."""
     if settings.name == "automagic":
         return automagic_limits(settings, expert).start
     configured = _configured_learning_rate(settings, expert)
@@ -137,47 +139,45 @@ def learning_rate_for(settings: OptimizerSettings, expert: str) -> float:
 
 
 def automagic_limits(settings: OptimizerSettings, expert: str) -> LearningRateLimits:
-    """Between what an expert's rates move under Automagic, and how far in a step: its own settings, else those of all,
-    else the usual ones. A start or a bump that nobody chose gives way to the limits."""
-    bumps = (settings.lr_bump, settings.high_noise_lr_bump, settings.low_noise_lr_bump)
-    lows = (settings.min_lr, settings.high_noise_min_lr, settings.low_noise_min_lr)
-    highs = (settings.max_lr, settings.high_noise_max_lr, settings.low_noise_max_lr)
-    lowest_text, lowest = _resolve_expert_setting("min_lr", expert, lows, DEFAULT_LIMITS.lowest)
-    highest_text, highest = _resolve_expert_setting("max_lr", expert, highs, DEFAULT_LIMITS.highest)
+    """Start, bump and limits of an expert's learning rates under Automagic.
+
+    Each value is the expert's own setting, else the shared setting, else the default. A default start or bump is
+    adapted to the limits; a configured one that conflicts with them raises TrainError.
+    """
+    lowest_text, lowest = _expert_setting(settings, expert, "min_lr", DEFAULT_LIMITS.lowest)
+    highest_text, highest = _expert_setting(settings, expert, "max_lr", DEFAULT_LIMITS.highest)
     if highest < lowest:
-        raise TrainError(f"{highest_text} is below {lowest_text}: Automagic's rates move between them; set both")
-    bump_text, bump = _resolve_expert_setting(
-        "lr_bump", expert, bumps, min(DEFAULT_LIMITS.bump, (highest - lowest) or DEFAULT_LIMITS.bump)
-    )
+        raise TrainError(
+            f"{highest_text} is below {lowest_text}; Automagic's learning rates move between these limits: set both"
+        )
+    default_bump = min(DEFAULT_LIMITS.bump, (highest - lowest) or DEFAULT_LIMITS.bump)
+    bump_text, bump = _expert_setting(settings, expert, "lr_bump", default_bump)
     if bump > highest - lowest > 0:
         raise TrainError(
-            f"{bump_text} is more than lies between {lowest_text} and {highest_text}: Automagic's rates would jump from one "
-            "to the other; set a smaller one"
+            f"{bump_text} is larger than the range from {lowest_text} to {highest_text}, so that Automagic's learning "
+            "rates would jump between the limits; set a smaller bump"
         )
     configured = _configured_learning_rate(settings, expert)
     start = min(max(DEFAULT_LIMITS.start, lowest), highest) if configured is None else configured
     if not lowest <= start <= highest:
         raise TrainError(
             f"optimizer.{'learning_rate' if start == settings.learning_rate else f'{expert}_lr'} {start:g}, where "
-            f"Automagic's rates start, is not between {lowest_text} and {highest_text}; leave it out, or widen the limits"
+            f"Automagic's learning rates start, is not between {lowest_text} and {highest_text}; remove it or "
+            "widen the limits"
         )
     return LearningRateLimits(start=start, bump=bump, lowest=lowest, highest=highest)
 
 
-def _resolve_expert_setting(
-    name: str, expert: str, configured: tuple[float | None, ...], default: float
-) -> tuple[str, float]:
-    """A setting of an expert, in words and as a number: its own, else that of all, else the usual one. `given`: that of
-    all, of the high-noise and of the low-noise expert."""
-    shared, high, low = configured
-    expert_value = {"high_noise": high, "low_noise": low}.get(expert)
-    if expert_value is not None:
-        return f"optimizer.{expert}_{name} {expert_value:g}", expert_value
-    return (f"{name} {default:g} (unset)", default) if shared is None else (f"optimizer.{name} {shared:g}", shared)
+def _expert_setting(settings: OptimizerSettings, expert: str, name: str, default: float) -> tuple[str, float]:
+    """A setting as text for messages and as a number: the expert's own, else the shared one, else the default."""
+    for key in (f"{expert}_{name}", name):
+        if (value := getattr(settings, key, None)) is not None:
+            return f"optimizer.{key} {value:g}", value
+    return f"{name} {default:g} (unset)", default
 
 
 def _configured_learning_rate(settings: OptimizerSettings, expert: str) -> float | None:
-    expert_value = {"high_noise": settings.high_noise_lr, "low_noise": settings.low_noise_lr}.get(expert)
+    expert_value: float | None = getattr(settings, f"{expert}_lr", None)
     return settings.learning_rate if expert_value is None else expert_value
 
 
@@ -198,7 +198,7 @@ def _adamw8bit(inputs: OptimizerInputs) -> TorchOptimizer:
 
 
 def _adafactor(inputs: OptimizerInputs) -> TorchOptimizer:
-    # One by one: little memory is its point.
+    # Without foreach, which would need more memory; saving memory is the point of Adafactor.
     return torch.optim.Adafactor(inputs.weights, lr=inputs.learning_rate, weight_decay=inputs.weight_decay)
 
 
@@ -207,7 +207,7 @@ def _prodigy(inputs: OptimizerInputs) -> TorchOptimizer:
 
     optimizer: TorchOptimizer = Prodigy(inputs.weights, lr=inputs.learning_rate)
     for group in optimizer.param_groups:
-        group["weight_decay"] = inputs.weight_decay  # given to the constructor, it would be announced on the screen
+        group["weight_decay"] = inputs.weight_decay  # not as an argument: the constructor prints a message then
     return optimizer
 
 
@@ -221,7 +221,8 @@ def _schedule_free(inputs: OptimizerInputs) -> TorchOptimizer:
 
 
 def _automagic(inputs: OptimizerInputs) -> TorchOptimizer:
-    names = {f"{inputs.expert}/{name}": p for name, p in inputs.parameters.items()}  # each expert draws for itself
+    # The names seed the random numbers: with the expert in them, experts draw different ones.
+    names = {f"{inputs.expert}/{name}": p for name, p in inputs.parameters.items()}
     limits = automagic_limits(inputs.settings, inputs.expert)
     return Automagic(names, limits, weight_decay=inputs.weight_decay, seed=inputs.seed)
 
@@ -239,7 +240,7 @@ def _adafactor_shapes(p: nn.Parameter) -> dict[str, tuple[Shape, ...]]:
 
 def _prodigy_shapes(p: nn.Parameter) -> dict[str, tuple[Shape, ...]]:
     flat = (p.numel(),)
-    # The starting point of weights that start at zero is kept as one zero.
+    # p0, the initial weights, is stored as a single zero if they are all zero.
     return {**_adam_shapes(p), "s": (flat,), "p0": (flat, ())}
 
 
@@ -252,15 +253,15 @@ def _automagic_shapes(p: nn.Parameter) -> dict[str, tuple[Shape, ...]]:
 
 
 DEFAULT_LIMITS = LearningRateLimits(start=1e-6, bump=1e-6, lowest=DEFAULT_MIN_LR, highest=DEFAULT_MAX_LR)
-"""Automagic's own settings where nothing else is said."""
+"""Automagic's defaults."""
 OPTIMIZERS = {
     "adamw": OptimizerSpec(_adamw, 1e-4, 1e-2, _adam_shapes, elementwise=True),
     "adamw8bit": OptimizerSpec(_adamw8bit, 1e-4, 1e-2, _adam_shapes),
-    # The rate of Adafactor is relative to the size of the weights, as in its paper.
+    # Adafactor's learning rate is relative to the magnitude of the weights (arXiv 1804.04235, section 8).
     "adafactor": OptimizerSpec(_adafactor, 1e-2, 0.0, _adafactor_shapes),
-    # Prodigy estimates the rate; what is given is a factor on it.
+    # Prodigy estimates the learning rate; the setting is a factor on its estimate.
     "prodigy": OptimizerSpec(_prodigy, 1.0, 0.0, _prodigy_shapes),
     "schedule_free": OptimizerSpec(_schedule_free, 5e-4, 0.0, _schedule_free_shapes, elementwise=True),
-    # The rate is where the rates of all weights start from.
+    # The setting is the initial learning rate of every weight.
     "automagic": OptimizerSpec(_automagic, DEFAULT_LIMITS.start, 0.0, _automagic_shapes),
 }

@@ -1,14 +1,14 @@
-"""What an optimizer remembers, as named tensors and JSON and back, exact to the bit, for a file that is no pickle.
+"""Converts an optimizer's state to named tensors and JSON and back, exact to the bit and without pickle.
 
 Tensors are named `<parameter>/<entry>`, those of an 8-bit entry `<parameter>/<entry>.codes` and `.scale`. The JSON has
 
-    optimizer    its name in the table
-    parameters   the names of all it trains, in its order
-    group        numbers that it keeps for all parameters together and has changed since it was made
-    scalars      numbers that it keeps for one parameter, by tensor name
-    quantised    entries kept in 8 bits, by tensor name: signed or not, and the number format they stand for
+    optimizer    the optimizer's name in the registry
+    parameters   the names of all trained parameters, in the optimizer's order
+    group        numbers in the parameter group that differ from the optimizer's defaults
+    scalars      numbers in the state of one parameter, by entry
+    quantised    8-bit entries: whether they are signed, and the number format that they represent
 
-Rates and weight decay are settings, not memory: a resumed run takes them from its configuration.
+Learning rate and weight decay are settings, not state: a resumed run takes them from its configuration.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from supertuner.optim.optimizer_registry import OPTIMIZERS, ExpertOptimizer
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 SETTING_KEYS = ("params", "lr", "weight_decay")
 MAX_LISTED = 5
-"""How many of many wrong entries an error names."""
+"""The largest number of names in an error message."""
 
 
 def pack_state(
     optimizer: ExpertOptimizer, copy: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
-    """Everything that the optimizer remembers, its tensors by what `copy` makes of them; None: copies on the CPU."""
+    """The optimizer's state. `copy` copies each tensor; by default to the CPU."""
     copy = copy or _copy_to_cpu
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, JSON] = {}
@@ -68,17 +68,19 @@ def pack_state(
 def restore_state(
     optimizer: ExpertOptimizer, tensors: Tensors, meta: Mapping[str, JSON], device: torch.device | None = None
 ) -> None:
-    """Make a fresh optimizer remember what another one packed, on a device; None: each beside its parameter. Nothing is
-    changed if anything does not fit."""
+    """Load a packed state into a new optimizer, on `device` or by default on each parameter's device.
+
+    Raises CheckpointError, and changes nothing, if the state does not fit the optimizer.
+    """
     missing_keys = sorted({"optimizer", "parameters", "group", "scalars", "quantised"} - meta.keys())
     if missing_keys:
         raise CheckpointError(
-            f"the optimizer's state has no {_join_names(missing_keys)}; the file is not what was saved"
+            f"the saved optimizer state has no {_join_names(missing_keys)}; the checkpoint is damaged"
         )
     if meta["optimizer"] != optimizer.name:
         raise CheckpointError(
-            f'the checkpoint was made with optimizer.name "{meta["optimizer"]}", and the configuration says '
-            f'"{optimizer.name}"; set it back, or start a new run'
+            f'the checkpoint was written with optimizer.name "{meta["optimizer"]}", but the configuration has '
+            f'"{optimizer.name}"; change it back, or start a new run'
         )
     _require_same_names("parameters", cast("list[str]", meta["parameters"]), list(optimizer.parameters))
     scalars, quantised = _meta_section(meta, "scalars"), _meta_section(meta, "quantised")
@@ -105,7 +107,7 @@ def restore_state(
 
 
 def _changed_group_entries(inner: torch.optim.Optimizer) -> dict[str, JSON]:
-    """Entries of the (only) parameter group that are not as they were when the optimizer was made."""
+    """Entries of the only parameter group that differ from the optimizer's defaults."""
     (group,) = inner.param_groups
     not_a_default = object()
     return {
@@ -116,18 +118,18 @@ def _changed_group_entries(inner: torch.optim.Optimizer) -> dict[str, JSON]:
 
 
 def _entry_names(tensors: Tensors, scalars: Mapping[str, JSON], quantised: Mapping[str, JSON]) -> list[str]:
-    """The names of all entries, in a fixed order; the two halves of an 8-bit entry count as one."""
+    """The sorted names of all entries; codes and scale of an 8-bit entry count as one."""
     halves = {f"{entry}.{half}" for entry in quantised for half in ("codes", "scale")}
     missing = sorted(halves - tensors.keys())
     if missing:
-        raise CheckpointError(f"the optimizer's state lacks {_join_names(missing)}; the file is not what was saved")
+        raise CheckpointError(f"the saved optimizer state lacks {_join_names(missing)}; the checkpoint is damaged")
     return sorted({*(tensors.keys() - halves), *scalars, *quantised})
 
 
 def _check_entries(
     optimizer: ExpertOptimizer, entries: list[str], tensors: Tensors, scalars: Mapping[str, JSON]
 ) -> None:
-    """Every parameter has all entries or, if it never had a gradient, none; and each has a shape that it can have."""
+    """Check that each parameter has all entries, or none if it never had a gradient, and that their shapes fit."""
     shapes = OPTIMIZERS[optimizer.name].state_shapes
     with_state = {entry.rpartition("/")[0] for entry in entries}
     _require_same_names("parameters with a state", with_state, with_state & optimizer.parameters.keys())
@@ -139,16 +141,16 @@ def _check_entries(
         if stored is not None and tuple(stored.shape) not in expected_shapes[name][key]:
             expected = " or ".join(str(list(shape)) for shape in expected_shapes[name][key])
             raise CheckpointError(
-                f"the optimizer's {entry} has shape {list(stored.shape)}, and the parameter asks for {expected}; "
-                "the checkpoint is of another model or adapter"
+                f"{entry} in the saved optimizer state has shape {list(stored.shape)}, and its parameter needs "
+                f"{expected}; the checkpoint belongs to another model or adapter"
             )
 
 
 def _require_same_names(description: str, actual: Iterable[str], expected: Iterable[str]) -> None:
     missing, extra = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
     if missing or extra:
-        parts = [f"lacks {_join_names(missing)}"] * bool(missing) + [f"has {_join_names(extra)} too many"] * bool(extra)
-        raise CheckpointError(f"the optimizer's state does not fit its {description}: it {' and '.join(parts)}")
+        parts = [f"lacks {_join_names(missing)}"] * bool(missing) + [f"also has {_join_names(extra)}"] * bool(extra)
+        raise CheckpointError(f"the saved optimizer state does not match its {description}: it {' and '.join(parts)}")
 
 
 def _join_names(names: list[str]) -> str:
@@ -157,14 +159,14 @@ def _join_names(names: list[str]) -> str:
 
 
 def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of its own on the CPU: it shares no memory with another entry, and its rows follow each other."""
+    """A contiguous copy on the CPU that shares no memory with other entries."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _match_layout(stored: torch.Tensor, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-    """The stored tensor where the optimizer wants it: aligned, and with the parameter's strides if it has its shape.
+    """The stored tensor on `device`, aligned, and with the parameter's strides if it has the parameter's shape.
 
-    A tensor as it comes out of a file is aligned otherwise, and kernels then differ in the last bits.
+    A tensor mapped from a file may be unaligned, and CPU kernels then give results that differ in the last bits.
     """
     if stored.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=stored.dtype, device=device, requires_grad=False).copy_(stored)
@@ -172,7 +174,7 @@ def _match_layout(stored: torch.Tensor, parameter: nn.Parameter, device: torch.d
 
 
 def _entry_device(key: str, device: torch.device, optimizer: ExpertOptimizer) -> torch.device:
-    """Step counts live on the CPU, except those of fused kernels, which count on the device."""
+    """Step counts are on the CPU, except with fused kernels, which count on the device."""
     if key == "step" and not optimizer.torch_optimizer.param_groups[0].get("fused"):
         return torch.device("cpu")
     return device
@@ -184,7 +186,8 @@ def _restore_8bit(entry: str, tensors: Tensors, format_entry: Mapping[str, JSON]
     codes, scale = tensors[f"{entry}.codes"], tensors[f"{entry}.scale"]
     if scale.dim() != 1 or not len(scale) or codes.numel() % len(scale):
         raise CheckpointError(
-            f"the optimizer's {entry}.scale has shape {list(scale.shape)}: it does not divide its codes"
+            f"{entry}.scale in the saved optimizer state has shape {list(scale.shape)}, which does not divide its "
+            f"{codes.numel()} codes; the checkpoint is damaged"
         )
     dtype = getattr(torch, str(format_entry["dtype"]))
     block = codes.numel() // len(scale)
@@ -195,8 +198,10 @@ def _restore_8bit(entry: str, tensors: Tensors, format_entry: Mapping[str, JSON]
 
 
 def _number_to_json(value: object) -> JSON:
-    """A number as JSON can hold it; infinities have no numeral there."""
-    assert isinstance(value, bool | int | float), f"{value!r} is no number; the optimizer keeps what we do not save"
+    """A number as JSON; infinities and NaN become strings, because JSON has no numerals for them."""
+    assert isinstance(value, bool | int | float), (
+        f"the optimizer's state holds {value!r}, which is not a number and cannot be saved"
+    )
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,11 +1,12 @@
-"""Where a run stands, computed from its position alone: window sizes, number of steps, learning rate, active expert.
+"""Pure functions of the position in a run: window size, number of steps, learning rate and active expert.
 
-A window is what one optimizer step consumes: E samples over all processes. E is a function of the samples consumed
-before the window, evaluated only where a window begins:
+A window is the set of samples of one optimizer step: E samples over all processes. E is a function of the number of
+samples c consumed before the window:
 
-    E(c) = start + ⌊(end - start) · c / samples⌋    while c < samples, and `end` from there on
+    E(c) = start + ⌊(end - start) · c / samples⌋    while c < samples, then E(c) = end
 
-so it never changes while a window is being filled, never falls, and a resumed run needs no state to go on alike.
+It is evaluated only at the beginning of a window, so it never changes while a window is being filled, and it never
+decreases. A resumed run needs no state to continue with the same windows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LrScheduleKind: TypeAlias = Literal["constant", "cosine", "linear"]
 
 @dataclass(frozen=True, slots=True)
 class BatchRamp:
-    """How the window grows. A constant size is the ramp that starts where it ends."""
+    """The growth of the window size. A constant size is a ramp with start equal to end."""
 
     start: int
     end: int
@@ -31,7 +32,9 @@ class BatchRamp:
     """Samples over which the window grows from `start` to `end`."""
 
     def __post_init__(self) -> None:
-        assert 1 <= self.start <= self.end, f"a ramp goes up from at least 1, not from {self.start} to {self.end}"
+        assert 1 <= self.start <= self.end, (
+            f"a ramp grows from at least 1; this one goes from {self.start} to {self.end}"
+        )
         assert self.samples >= 0, f"{self.samples} samples"
 
     @property
@@ -40,7 +43,7 @@ class BatchRamp:
 
 
 def build_batch_ramp(config: RunConfig, world_size: int) -> BatchRamp:
-    """The window sizes that a configuration asks for. One of `batch_rampup_steps` is `train.batch_size` samples."""
+    """The ramp of a configuration. Each of its `batch_rampup_steps` is `train.batch_size` samples."""
     train, ramp_settings = config.train, config.gh200_optimizations
     constant = train.batch_size * train.gradient_accumulation_steps * world_size
     if not ramp_settings.enable_batch_size_rampup or ramp_settings.initial_effective_batch_size is None:
@@ -52,14 +55,14 @@ def build_batch_ramp(config: RunConfig, world_size: int) -> BatchRamp:
 
 
 def window_samples(consumed: int, ramp: BatchRamp) -> int:
-    """Samples in the window that begins after `consumed` samples."""
+    """The size of the window that begins after `consumed` samples."""
     if consumed >= ramp.samples:
         return ramp.end
     return ramp.start + (ramp.end - ramp.start) * consumed // ramp.samples
 
 
 def windows(total: int, ramp: BatchRamp, start: int = 0) -> Iterator[range]:
-    """The run from `begin` on, as ranges of sample positions; the last may be short."""
+    """The windows from position `start` to the end of the run, as ranges of positions; the last may be shorter."""
     while start < total:
         end = min(start + window_samples(start, ramp), total)
         yield range(start, end)
@@ -68,19 +71,19 @@ def windows(total: int, ramp: BatchRamp, start: int = 0) -> Iterator[range]:
 
 @dataclass(frozen=True, slots=True)
 class EqualWindowSpan:
-    """Consecutive windows of one size."""
+    """A run of consecutive windows of equal size."""
 
     first_step: int
-    """The first of them, counted from the start of the run."""
+    """The index of its first window in the run."""
     first_position: int
-    """The position where it begins."""
+    """The position where that window begins."""
     window_size: int
 
 
 def equal_window_spans(ramp: BatchRamp) -> tuple[EqualWindowSpan, ...]:
-    """The run without an end, as windows of equal size; the last stretch goes on for ever.
+    """The windows of a run without end, grouped into spans of equal size. The last span is unlimited.
 
-    There are at most as many as sizes, however long the ramp is: how many windows have a size is a closed form.
+    The number of windows of one size has a closed form, so there is at most one span per size however long the ramp is.
     """
     step, position, spans = 0, 0, []
     while True:
@@ -101,36 +104,36 @@ class TrainingSchedule:
     total_samples: int
     total_steps: int
     end_reason: str
-    """Which setting ends the run, for people."""
+    """Which setting ends the run, as text for the log."""
     spans: tuple[EqualWindowSpan, ...] = field(repr=False, compare=False)
 
     def step_at(self, consumed: int) -> int:
-        """The optimizer step whose window holds position `consumed`; at the end of the run, the number of steps."""
+        """The index of the step whose window contains position `consumed`; `total_steps` at the end of the run."""
         if consumed >= self.total_samples:
             return self.total_steps
         return _step_at(consumed, self.spans)
 
     def samples_after(self, steps: int) -> int:
-        """Samples that so many optimizer steps consume."""
+        """The number of samples that the first `steps` optimizer steps consume."""
         return self.total_samples if steps >= self.total_steps else self.window_at(steps).start
 
     def window_at(self, step: int) -> range:
-        """The positions that optimizer step `step` consumes; the last window may be short."""
+        """The positions of optimizer step `step`; the last window may be shorter."""
         assert 0 <= step < self.total_steps, f"step {step} of {self.total_steps}"
         start = _window_start(step, self.spans)
         return range(start, min(start + window_samples(start, self.ramp), self.total_samples))
 
     def window_size_changes_at(self, step: int) -> bool:
-        """Whether E differs from that of the step before."""
+        """Whether the window size E differs from that of the previous step."""
         return step > 0 and _span_of(step, self.spans).first_step == step
 
 
 def build_training_schedule(
     config: RunConfig, samples_before_epoch: Callable[[int], int], world_size: int
 ) -> TrainingSchedule:
-    """The run that a configuration asks for: `max_steps` windows or `num_epochs` epochs, whichever ends first.
+    """The schedule of a configuration: `max_steps` windows or `num_epochs` epochs, whichever ends first.
 
-    With neither, it is one epoch. `epoch_begin(n)` is the number of samples in the first n epochs.
+    With neither, one epoch. `samples_before_epoch(n)` is the number of samples in the first n epochs.
     """
     ramp = build_batch_ramp(config, world_size)
     spans = equal_window_spans(ramp)
@@ -155,10 +158,12 @@ def build_training_schedule(
 
 
 def learning_rate_factor(step: int, total_steps: int, kind: LrScheduleKind, warmup: int) -> float:
-    """What the learning rate is multiplied by at optimizer step `step`, the first being 0.
+    """The factor on the learning rate at optimizer step s = `step` (the first is 0) of n steps with w warm-up steps.
 
-    Warm-up, s < w:                   (s + 1) / w: no step is wasted on a rate of zero, and the last one has it all.
-    Afterwards, u = (s - w) / (n - w): constant 1; linear 1 - u; cosine (1 + cos πu) / 2. Zero where the run ends.
+    Warm-up, s < w:   (s + 1) / w. The first step has a rate above zero, the last warm-up step the full rate.
+    Afterwards:       with u = (s - w) / (n - w): constant 1; linear 1 - u; cosine (1 + cos πu) / 2.
+
+    Linear and cosine reach 0 at s = n, the end of the run.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -169,17 +174,17 @@ def learning_rate_factor(step: int, total_steps: int, kind: LrScheduleKind, warm
 
 
 def active_expert_index(step: int, experts: int, every: int) -> int:
-    """Which of several experts is trained in optimizer step `step`: each for `every` steps, in turn."""
+    """The index of the expert that is trained in optimizer step `step`: each in turn for `every` steps."""
     return step // every % experts
 
 
 def accumulation_steps(samples: int, batch_size: int, world_size: int) -> int:
-    """Micro-batches per process that a window of `samples` is cut into, where its samples are all of one bucket."""
+    """Micro-batches per process of a window of `samples` samples, if all samples are in one bucket."""
     return _ceil(_ceil(samples, world_size), batch_size)
 
 
 def ramp_text(ramp: BatchRamp, batch_size: int, world_size: int) -> str:
-    """The line of the log that says how windows grow."""
+    """The log line about a ramp. Its wording is that of the GH200 forks."""
     first, last = (accumulation_steps(size, batch_size, world_size) for size in (ramp.start, ramp.end))
     return (
         f"GH200 gradient accumulation ramp enabled: effective batch size {ramp.start} -> {ramp.end} over "
@@ -188,18 +193,18 @@ def ramp_text(ramp: BatchRamp, batch_size: int, world_size: int) -> str:
 
 
 def ramp_change_text(size: int, batch_size: int, world_size: int) -> str:
-    """The line of the log for a window that is larger than the one before."""
+    """The log line about a window that is larger than the previous one. Its wording is that of the GH200 forks."""
     count = accumulation_steps(size, batch_size, world_size)
     return f"GH200 ramp adjusted effective batch size -> {size} (gradient_accumulation_steps -> {count})"
 
 
 def _step_count(total: int, spans: tuple[EqualWindowSpan, ...]) -> int:
-    """Windows that it takes to consume `total` samples."""
+    """The number of windows that consume `total` samples."""
     return _step_at(total - 1, spans) + 1 if total > 0 else 0
 
 
 def _step_at(position: int, spans: tuple[EqualWindowSpan, ...]) -> int:
-    span = spans[bisect_right(spans, position, key=lambda part: part.first_position) - 1]
+    span = spans[bisect_right(spans, position, key=lambda span: span.first_position) - 1]
     return span.first_step + (position - span.first_position) // span.window_size
 
 
@@ -209,7 +214,7 @@ def _window_start(step: int, spans: tuple[EqualWindowSpan, ...]) -> int:
 
 
 def _span_of(step: int, spans: tuple[EqualWindowSpan, ...]) -> EqualWindowSpan:
-    return spans[bisect_right(spans, step, key=lambda part: part.first_step) - 1]
+    return spans[bisect_right(spans, step, key=lambda span: span.first_step) - 1]
 
 
 def _ceil(numerator: int, denominator: int) -> int:

@@ -1,6 +1,6 @@
-"""What is sampled at every validation: decided once, before training, so that pictures can be compared. Pure.
+"""What every validation samples: decided once, before training, so that samples can be compared. Pure.
 
-Prompts are `validation.prompts`; if there are none, the first captions of held-out data; if there is none, of the data.
+Prompts are `validation.prompts`; without them the first captions of held-out data, or else of the training data.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from supertuner.data.ordering.buckets import Bucket
 from supertuner.models.spec import SampleRequest
 
 PROMPTS_FROM_CAPTIONS = 4
-"""Prompts that are taken from captions."""
+"""How many prompts are taken from captions."""
 MAX_SAMPLES_SEARCHED = 256
-"""Samples whose captions are looked at for different ones."""
+"""Samples that are searched at most for different captions."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CaptionedSample:
-    """A sample of the data that prompts, and first frames, can be taken from."""
+    """A sample of the data, as a source of a prompt and of a first frame."""
 
     caption: str
     image: NDArray[np.uint8] | None = None
-    """HWC: its first frame, for models that start from one."""
+    """Its first frame (HWC), for models that start from one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SampleSize:
 class ValidationSamplePlan:
     prompts: tuple[str, ...]
     images: tuple[NDArray[np.uint8] | None, ...]
-    """For each prompt its first frame."""
+    """The first frame for each prompt; None: none."""
     seeds: tuple[int, ...]
     size: SampleSize
     fps: float
@@ -57,7 +57,7 @@ class ValidationSamplePlan:
         return len(self.prompts) * len(self.seeds)
 
     def requests(self) -> Iterator[tuple[int, int, SampleRequest]]:
-        """(row, column, request) of every sample: each prompt with each seed."""
+        """(row, column, request) of every sample: one row per prompt, one column per seed."""
         for row, (prompt, image) in enumerate(zip(self.prompts, self.images, strict=True)):
             for column, seed in enumerate(self.seeds):
                 yield row, column, self._request(prompt, seed, image)
@@ -84,7 +84,7 @@ def plan_validation_samples(
     training_data: Iterable[CaptionedSample],
     sink: Sink,
 ) -> ValidationSamplePlan:
-    """`default` is what samples are like where the settings do not say; of the data as much is read as is needed."""
+    """`default_size`: the size where the settings give none. Only as many samples of the data are read as needed."""
     samples = _choose_samples(settings, held_out, training_data, sink)
     return ValidationSamplePlan(
         prompts=tuple(one.caption for one in samples),
@@ -99,10 +99,10 @@ def plan_validation_samples(
 
 
 def largest_sample_size(buckets: Iterable[Bucket]) -> SampleSize:
-    """The size of the bucket with the most pixels; the smallest of equals by its sides, so that order is no matter."""
+    """The size of the bucket with the most pixels; among equals the narrowest, so that the order does not matter."""
     visual_buckets = [b for b in buckets if b.kind is not MediaKind.AUDIO]
     if not visual_buckets:
-        raise TrainError("no dataset has pictures or videos: set validation.width, height and frames for samples")
+        raise TrainError("no dataset has images or videos: set validation.width, height and frames for samples")
     largest_bucket = max(visual_buckets, key=lambda b: (b.width * b.height * max(1, b.frames), -b.width, -b.frames))
     return SampleSize(largest_bucket.width, largest_bucket.height, max(1, largest_bucket.frames))
 
@@ -115,7 +115,7 @@ def _resolve_size(settings: ValidationSettings, default_size: SampleSize, sink: 
     )
     if None in (settings.width, settings.frames):
         value = f"{size.width}×{size.height}, {size.frames} frame{'s' if size.frames != 1 else ''}"
-        sink.emit(DecisionEvent("validation.size", value, "what is not set is taken from the largest bucket"))
+        sink.emit(DecisionEvent("validation.size", value, "values that are not set come from the largest bucket"))
     return size
 
 
@@ -136,13 +136,17 @@ def _choose_samples(
         return [CaptionedSample(prompt, frames[place % len(frames)]) for place, prompt in enumerate(prompts)]
     samples = samples or [CaptionedSample("")]
     captions = [one.caption for one in samples]
-    reason = f"none are given: the first captions of {origin}" if any(captions) else "none are given, nor any captions"
+    reason = (
+        f"validation.prompts is empty: the first captions of {origin}"
+        if any(captions)
+        else "validation.prompts is empty, and the data has no captions"
+    )
     sink.emit(DecisionEvent("validation.prompts", captions, reason))
     return samples
 
 
 def _distinct_by_caption(samples: Iterable[CaptionedSample], max_count: int) -> list[CaptionedSample]:
-    """The first samples with different captions; an empty one only if there is no other."""
+    """The first samples with different captions; an empty caption only if there is no other."""
     by_caption: dict[str, CaptionedSample] = {}
     for sample in islice(samples, MAX_SAMPLES_SEARCHED):
         by_caption.setdefault(sample.caption.strip(), sample)

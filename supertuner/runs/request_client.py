@@ -1,4 +1,4 @@
-"""Asking a running job for something, from another process: a file in its folder, and waiting for the answer."""
+"""Sends a request to a running job from another process: writes a file into its run folder and waits for the answer."""
 
 from __future__ import annotations
 
@@ -20,30 +20,36 @@ from supertuner.runs.requests import (
     RequestKind,
     read_json_object,
 )
+from supertuner.runs.run_reader import open_run
 from supertuner.sinks.phase_counters import duration_text
-from supertuner.sinks.run_folder import RUN_FILE, lock_holder
+from supertuner.sinks.run_folder import lock_holder
 
 POLL_SECONDS = 0.1
 REPORT_SECONDS = 10.0
-RUN_ENDED_MESSAGE = "the run ended before it could do this; what it saved last is in its checkpoints"
+RUN_ENDED_MESSAGE = "the run ended before it could do this; its checkpoints hold what it saved last"
 
-PrintLine = Callable[[str], None]
+ReportLine = Callable[[str], None]
 
 
 def send_request(
-    run: Path, kind: RequestKind, *, wait: bool, timeout_s: float | None, print_line: PrintLine
+    run: Path, kind: RequestKind, *, wait: bool, timeout_s: float | None, report: ReportLine
 ) -> RequestAnswer | None:
-    """The job's answer; None without `wait`. Whoever stops waiting takes the request back."""
-    holder = _require_lock_holder(run)
+    """Send a request to the job that trains in folder `run` and return its answer; None without `wait`.
+
+    `report` receives lines for people while the job has not answered. If the wait ends early (`timeout_s`, Ctrl-C), the
+    request is withdrawn. Raises RunFolderError if `run` is not a run folder, no job uses it, or the time is over.
+    """
+    holder = open_run(run).holder()
+    if holder is None:
+        raise RunFolderError(f"no job is running in {run}; start it with `supertuner train CONFIG`, then request again")
     request_id = write_request(run, kind)
     if not wait:
-        print_line(
-            f"asked {holder}; it answers after its window, in {run / REQUESTS_FOLDER / ANSWERS_FOLDER / request_id}.json"
-        )
+        answer_file = run / REQUESTS_FOLDER / ANSWERS_FOLDER / f"{request_id}.json"
+        report(f"requested from {holder}; it answers after its current window, in {answer_file}")
         return None
     try:
-        print_line(f"asked {holder}; it answers after its window (Ctrl-C takes the request back)")
-        return wait_for_answer(run, request_id, timeout_s, print_line)
+        report(f"requested from {holder}; it answers after its current window (Ctrl-C withdraws the request)")
+        return wait_for_answer(run, request_id, timeout_s, report)
     finally:
         for leftover in (
             run / REQUESTS_FOLDER / f"{request_id}.json",
@@ -53,23 +59,24 @@ def send_request(
 
 
 def write_request(run: Path, kind: RequestKind) -> str:
-    """Leave a request in the run's folder, durably; its id."""
+    """Write a request into the run folder, durably, and return its id."""
     request_id = f"{kind}-{time.time_ns():020d}-{secrets.token_hex(4)}"
     try:
-        (run / REQUESTS_FOLDER).mkdir(exist_ok=True)  # the job makes it too, once it gets that far
+        (run / REQUESTS_FOLDER).mkdir(exist_ok=True)  # the job creates it too, but perhaps later
         durable.write_json(run / REQUESTS_FOLDER / f"{request_id}.json", {"kind": kind})
     except OSError as error:
         raise RunFolderError(
-            f"{run / REQUESTS_FOLDER} cannot be written: {error.strerror}; ask as the user who started the run"
+            f"{run / REQUESTS_FOLDER} cannot be written: {error.strerror}; use the account that started the run"
         ) from error
     return request_id
 
 
-def wait_for_answer(run: Path, request_id: str, timeout_s: float | None, print_line: PrintLine) -> RequestAnswer:
-    """Until it is answered, or nobody is left who could."""
+def wait_for_answer(run: Path, request_id: str, timeout_s: float | None, report: ReportLine) -> RequestAnswer:
+    """Wait until the request is answered or the run has ended. Raises RunFolderError after `timeout_s`."""
     started = reported = time.monotonic()
     while True:
-        # In this order: an answer is written before its request goes, and both before the run lets go of its folder.
+        # The order matters: the job writes an answer before it removes the request, and does both before it releases
+        # its folder. So an answer exists if the request was not pending before we looked for the answer.
         is_pending = lock_holder(run) is not None and (run / REQUESTS_FOLDER / f"{request_id}.json").exists()
         answer = _read_answer(run / REQUESTS_FOLDER / ANSWERS_FOLDER / f"{request_id}.json")
         if answer is not None:
@@ -79,22 +86,13 @@ def wait_for_answer(run: Path, request_id: str, timeout_s: float | None, print_l
         now = time.monotonic()
         if timeout_s is not None and now - started >= timeout_s:
             raise RunFolderError(
-                f"{run} did not answer within {duration_text(timeout_s)}; the request was taken back: "
-                "wait longer with --timeout, or leave it there with --no-wait"
+                f"{run} did not answer within {duration_text(timeout_s)}, and the request was withdrawn; "
+                "wait longer with --timeout, or leave the request there with --no-wait"
             )
         if now - reported >= REPORT_SECONDS:
             reported = now
-            print_line(f"still waiting, {duration_text(now - started)}")
+            report(f"still waiting, {duration_text(now - started)}")
         time.sleep(POLL_SECONDS)
-
-
-def _require_lock_holder(run: Path) -> str:
-    if not (run / RUN_FILE).is_file():
-        raise RunFolderError(f"{run} is not a run's folder: it has no {RUN_FILE}")
-    holder = lock_holder(run)
-    if holder is None:
-        raise RunFolderError(f"nobody is running {run}; start it with `supertuner train CONFIG`, then ask again")
-    return holder
 
 
 def _read_answer(file: Path) -> RequestAnswer | None:
@@ -103,7 +101,7 @@ def _read_answer(file: Path) -> RequestAnswer | None:
     try:
         fields = read_json_object(file)
     except (OSError, ValueError) as error:
-        raise RunFolderError(f"{file} cannot be read: {error}; the run's events.jsonl says what happened") from error
+        raise RunFolderError(f"{file} cannot be read: {error}; see the run's events.jsonl") from error
     for status in get_args(AnswerStatus):
         if fields.get("status") == status:
             path = fields.get("path")
@@ -112,4 +110,4 @@ def _read_answer(file: Path) -> RequestAnswer | None:
                 escape_for_terminal(str(fields.get("message"))),
                 None if path is None else escape_for_terminal(str(path)),
             )
-    raise RunFolderError(f"{file} is no answer; the run's events.jsonl says what happened")
+    raise RunFolderError(f"{file} is not an answer; see the run's events.jsonl")

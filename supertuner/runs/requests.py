@@ -1,10 +1,10 @@
-"""What other processes ask of a running job, as files in the run's folder; served between two windows.
+"""Requests of other processes to a running job, as files in the run folder; the job serves them between two windows.
 
-    requests/<id>.json            asked: {"kind": "validate"}; written whole, removed once it is answered
-    requests/answers/<id>.json    {"status": "done", "message": …, "path": …}; removed by who asked
-    requests/refused/             what was no request
+    requests/<id>.json            a request, {"kind": "validate"}; written atomically, removed after the answer
+    requests/answers/<id>.json    its answer, {"status": "done", "message": …, "path": …}; removed by the client
+    requests/refused/             files that were not valid requests
 
-Whatever lies in that folder, looking at it never ends a run.
+No content of that folder can end the run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REFUSED_FOLDER = "refused"
 REQUEST_FILE_NAME = re.compile(r"([a-z0-9][a-z0-9-]{0,63})\.json")
 MAX_REQUEST_BYTES = 1 << 16
 MAX_REQUESTS_AT_ONCE = 64
-"""Requests looked at between two windows; the others wait for the next."""
+"""Requests read between two windows; the rest waits for the next window."""
 
 RequestKind: TypeAlias = Literal["validate", "checkpoint"]
 AnswerStatus: TypeAlias = Literal["done", "error", "ended"]
@@ -46,13 +46,13 @@ class RunRequest:
 class RequestAnswer:
     status: AnswerStatus
     message: str
-    """For people."""
+    """Text for people."""
     path: str | None = None
-    """Where the result is."""
+    """Where the result was written."""
 
 
 class RequestInbox:
-    """The job's side. Leaving its `with` tells everybody who still waits that the run has ended."""
+    """The job's side. On exit it answers the remaining requests with "ended"."""
 
     def __init__(self, run: Path, sink: Sink | None = None) -> None:
         self._folder = run / REQUESTS_FOLDER
@@ -62,15 +62,15 @@ class RequestInbox:
             for folder in (self._folder, self._folder / ANSWERS_FOLDER, self._folder / REFUSED_FOLDER):
                 folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise RunFolderError(f"{error.filename} cannot be made: {error.strerror}; move it away") from error
+            raise RunFolderError(f"{error.filename} cannot be created: {error.strerror}; move it away") from error
         self._drop_old_answers()
 
     def pending(self) -> list[RunRequest]:
-        """What is asked for now, in order of the files' names. Costs one listing of a folder that is nearly empty."""
+        """The requests that are not answered yet, by file name. Costs one listing of a nearly empty folder."""
         try:
             names = os.listdir(self._folder)
         except OSError as error:
-            self._warn_once("", f"cannot be listed: {error.strerror}; requests to this run are not seen")
+            self._warn_once("", f"cannot be listed: {error.strerror}; requests to this run are not served")
             return []
         if len(names) <= len(self._ignored_names) and self._ignored_names.issuperset(names):
             return []
@@ -79,15 +79,15 @@ class RequestInbox:
         return [request for request in requests if request is not None]
 
     def defer(self, request: RunRequest) -> None:
-        """It will be answered later, perhaps by another thread: `pending` names it no more."""
+        """Leave the request for a later answer, perhaps from another thread; `pending` no longer returns it."""
         self._ignored_names |= {f"{request.id}.json"}
 
     def answer(self, request: RunRequest, message: str, path: Path | None = None) -> None:
-        """It was done: `result` is told to who asked, and `path` says where it is."""
+        """Answer that the request was fulfilled, with a text for people and the path of the result."""
         self._reply(request.id, RequestAnswer("done", message, None if path is None else str(path)))
 
     def refuse(self, request: RunRequest, reason: str) -> None:
-        """It could not be done."""
+        """Answer that the request could not be fulfilled."""
         self._reply(request.id, RequestAnswer("error", reason))
 
     def close(self) -> None:
@@ -106,14 +106,14 @@ class RequestInbox:
         match = REQUEST_FILE_NAME.fullmatch(name)
         try:
             if match is None:
-                raise ValueError("it is not named like a request")
+                raise ValueError("its name is not that of a request")
             return RunRequest(match[1], _request_kind(read_json_object(self._folder / name)))
         except FileNotFoundError:
-            return None  # withdrawn by who asked
+            return None  # the client withdrew it
         except (OSError, ValueError) as error:
             if match is not None:
-                self._write_answer(match[1], RequestAnswer("error", f"this is no request: {error}"))
-            self._move_to_refused(name, f"is no request: {error}")
+                self._write_answer(match[1], RequestAnswer("error", f"this is not a request: {error}"))
+            self._move_to_refused(name, f"is not a request: {error}")
             return None
 
     def _reply(self, request_id: str, answer: RequestAnswer) -> None:
@@ -121,10 +121,10 @@ class RequestInbox:
         try:
             (self._folder / f"{request_id}.json").unlink(missing_ok=True)
         except OSError as error:
-            self._warn_once(f"{request_id}.json", f"was served, and cannot be removed: {error.strerror}")
+            self._warn_once(f"{request_id}.json", f"was answered, but cannot be removed: {error.strerror}")
 
     def _write_answer(self, request_id: str, answer: RequestAnswer) -> None:
-        """An answer that cannot be written is told to the run's own log: no request is worth a run."""
+        """Write the answer. A failure is only a warning in the run's log: it must not end the run."""
         try:
             fields = {"status": answer.status, "message": answer.message, "path": answer.path}
             durable.write_json(self._folder / ANSWERS_FOLDER / f"{request_id}.json", fields)
@@ -154,7 +154,7 @@ class RequestInbox:
             )
 
     def _drop_old_answers(self) -> None:
-        """Answers that nobody fetched, of earlier sessions. Who waits for one has seen that the run had ended."""
+        """Remove answers of earlier sessions that no client fetched. A client that still waited saw the run end."""
         for name in _list_names(self._folder / ANSWERS_FOLDER):
             try:
                 (self._folder / ANSWERS_FOLDER / name).unlink()
@@ -168,11 +168,11 @@ class RequestInbox:
 
 
 def read_json_object(path: Path) -> Mapping[str, JSON]:
-    """A small JSON object from a plain file; OSError or ValueError if it is anything else."""
+    """Read a small JSON object from a regular file. Raises OSError or ValueError if it is anything else."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ValueError("it is not a file")
+            raise ValueError("it is not a regular file")
         content = os.read(fd, MAX_REQUEST_BYTES + 1)
     finally:
         os.close(fd)
@@ -193,11 +193,11 @@ def _request_kind(value: Mapping[str, JSON]) -> RequestKind:
             kind: RequestKind = known
             return kind
     shown = repr(value.get("kind"))[:80]
-    raise ValueError(f"its kind is {shown}; a run can be asked for {' or '.join(get_args(RequestKind))}")
+    raise ValueError(f"its kind is {shown}; known kinds: {', '.join(get_args(RequestKind))}")
 
 
 def _list_names(folder: Path) -> Iterable[str]:
     try:
         return os.listdir(folder)
     except OSError:
-        return ()  # told by `pending`, which sees the same
+        return ()  # `pending` warns about it

@@ -32,6 +32,26 @@ TRAIN_RATES = "train/rates"
 
 
 @dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The figures of one optimizer step; a function of the run alone, not of when or how fast it ran."""
+
+    step: int
+    """Optimizer steps done, this one included."""
+    samples: int
+    """Samples consumed, this window's included."""
+    window: int
+    """Samples in this window."""
+    expert: str
+    """The expert that this step trained."""
+    loss: float
+    """Mean over the window's samples."""
+    grad_norm: float | None
+    """Before clipping; None where it is not computed."""
+    rate: float
+    """Learning rate of this step."""
+
+
+@dataclass(frozen=True, slots=True)
 class HeldOutLoss:
     """One row of the held-out loss."""
 
@@ -49,31 +69,21 @@ def train_begin_event(*, step: int, steps: int, samples: int, samples_total: int
     )
 
 
-def train_step_event(
-    *,
-    step: int,
-    samples: int,
-    samples_in_window: int,
-    loss: float,
-    grad_norm: float | None,
-    learning_rate: float,
-    expert: str,
-    seconds: float,
-    waited_s: float,
-) -> MeasurementEvent:
-    """`step` optimizer steps are done (the first is 1), with `samples` samples; `rate` is the learning rate."""
+def train_step_event(record: StepRecord, *, seconds: float, waited_s: float) -> MeasurementEvent:
+    """An optimizer step was done. `seconds` is the time of the whole window, of which `waited_s` was spent waiting for
+    its batches."""
     return MeasurementEvent(
         TRAIN_STEP,
         {
-            "step": step,
-            "samples": samples,
-            "samples_in_window": samples_in_window,
-            "loss": finite_or_none(loss),
-            "grad_norm": finite_or_none(grad_norm),
-            "rate": finite_or_none(learning_rate),
-            "expert": expert,
+            "step": record.step,
+            "samples": record.samples,
+            "samples_in_window": record.window,
+            "loss": finite_or_none(record.loss),
+            "grad_norm": finite_or_none(record.grad_norm),
+            "rate": finite_or_none(record.rate),
+            "expert": record.expert,
             "seconds": seconds,
-            "samples_per_s": samples_in_window / seconds if seconds > 0 else None,
+            "samples_per_s": record.window / seconds if seconds > 0 else None,
             "waited_s": waited_s,
         },
     )

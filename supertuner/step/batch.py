@@ -1,4 +1,4 @@
-"""What goes into one forward pass: clean latents, their noise, noise levels, and what the model is told."""
+"""The inputs of one forward pass: clean latents, noise, sigmas, text and conditions."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepBatch:
-    """Samples of one shape. Noise and levels are functions of each sample's position, not of the batch it is in."""
+    """Samples of one shape. A sample's noise and sigma depend on its position in the run, not on the batch it is in."""
 
     latents: torch.Tensor
     noise: torch.Tensor
-    """fp32, of the latents' shape."""
+    """fp32, with the shape of the latents."""
     sigmas: torch.Tensor
-    """fp32, one per sample: 0 is clean, 1 is noise."""
+    """fp32, one per sample: 0 is clean, 1 is pure noise."""
     text: Mapping[str, torch.Tensor]
     conditions: Mapping[str, torch.Tensor]
     positions: tuple[int, ...] = ()
-    """Which samples these are: their positions in the order."""
+    """The samples' positions in the order of the run."""
     loss_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What samples count beside their noise level, where they differ in it: `weight`, one number per sample; `mask`,
-    one for each place of the latents; `prior`, whether a sample keeps what the model knew."""
+    """Optional inputs of the loss: `weight`, one number per sample; `mask`, one number per position of the latents;
+    `prior`, one flag per sample: the target is the untrained model's prediction (prior preservation)."""
     idle: bool = False
-    """It is computed only because other processes compute now, and needs this one's part of the model: another process
-    has the same samples, and they count there."""
+    """Whether this batch only takes part in other processes' forward and backward passes, which need this process's
+    shard of the model. Its samples belong to another process and count there."""
 
     def __len__(self) -> int:
         return len(self.sigmas)
@@ -36,31 +36,31 @@ class StepBatch:
         yield from (*self.text.values(), *self.conditions.values(), *self.loss_inputs.values())
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor under a name that says what it is; text, conditions and counts keep theirs behind a dot."""
+        """Every tensor by name, for example `latents` or `text.embeds`."""
         tensors_by_name = {"latents": self.latents, "noise": self.noise, "levels": self.sigmas}
-        tensors_by_name.update({f"text.{name}": one for name, one in self.text.items()})
-        tensors_by_name.update({f"conditions.{name}": one for name, one in self.conditions.items()})
-        tensors_by_name.update({f"counts.{name}": one for name, one in self.loss_inputs.items()})
+        tensors_by_name.update({f"text.{name}": tensor for name, tensor in self.text.items()})
+        tensors_by_name.update({f"conditions.{name}": tensor for name, tensor in self.conditions.items()})
+        tensors_by_name.update({f"counts.{name}": tensor for name, tensor in self.loss_inputs.items()})
         return tensors_by_name
 
     def to(self, device: torch.device) -> StepBatch:
-        """The same batch on a device; the copies are begun, not waited for."""
+        """The same batch on a device. The copies are started and may still be in progress on return."""
         if self.latents.device == device:
             return self
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> StepBatch:
-        """The same batch in memory that a GPU fetches from without the CPU."""
+        """The same batch in pinned host memory."""
         return self.map_tensors(lambda tensor: tensor.pin_memory())
 
     def map_tensors(self, transform: Callable[[torch.Tensor], torch.Tensor]) -> StepBatch:
-        """The same batch with each tensor changed into another."""
+        """The same batch with `transform` applied to every tensor."""
         return replace(
             self,
             latents=transform(self.latents),
             noise=transform(self.noise),
             sigmas=transform(self.sigmas),
-            text={name: transform(one) for name, one in self.text.items()},
-            conditions={name: transform(one) for name, one in self.conditions.items()},
-            loss_inputs={name: transform(one) for name, one in self.loss_inputs.items()},
+            text={name: transform(tensor) for name, tensor in self.text.items()},
+            conditions={name: transform(tensor) for name, tensor in self.conditions.items()},
+            loss_inputs={name: transform(tensor) for name, tensor in self.loss_inputs.items()},
         )

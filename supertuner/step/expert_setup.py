@@ -1,7 +1,7 @@
-"""What is trained, made from an expert's module by the settings alone: for a run and for the forecast of it alike.
+"""Builds an expert for training from its module and the settings, in the same way for a run and for its forecast.
 
-Whoever has the module decides where its weights come from: a run loads them, a trace has none. From there on both go
-this one way, so that what was forecast is what runs.
+A run passes a module with loaded weights, a trace one without weights. From there on both use these functions, so that
+the forecast describes what the run does.
 """
 
 from __future__ import annotations
@@ -16,36 +16,41 @@ from torch import nn
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import TrainError
 from supertuner.core.events import DecisionEvent, NoteEvent, Sink
-from supertuner.models.adapters import attach as adapters
+from supertuner.models.adapters.attach import (
+    TrainableExpert,
+    attach,
+    resolve_targets,
+    settings_for_expert,
+    temporary_weights,
+)
 from supertuner.models.attention import use_backend
 from supertuner.models.block_compilation import compile_blocks
-from supertuner.models.objective import loss_weighting as weighting
-from supertuner.models.objective.diffusion import TrainingObjective
+from supertuner.models.objective.from_settings import build_objective, weighting_decisions
 from supertuner.models.quantization import quantize_blocks
 from supertuner.models.spec import Expert, Family, ModelDescription
-from supertuner.optim import optimizer_registry as optimizers
 from supertuner.optim.ema import EmaWeights
+from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.step.precision import ComputePrecision
 from supertuner.step.window import ExpertState, StepOptions, prepare_for_training
 
 
 def selected_experts(config: RunConfig, model: ModelDescription) -> tuple[Expert, ...]:
-    """The experts that are trained."""
+    """The experts that `model.experts` selects. Raises TrainError if the model has no such expert."""
     requested = config.model.experts
     selected = tuple(expert for expert in model.experts if requested in ("all", expert.name))
     if not selected:
         available = ", ".join(expert.name for expert in model.experts)
-        raise TrainError(f'model.experts is "{requested}", and {model.title} has {available}; use "all"')
+        raise TrainError(f'model.experts is "{requested}", but the experts of {model.title} are {available}; use "all"')
     return selected
 
 
 def weight_dtype(config: RunConfig, precision: ComputePrecision) -> torch.dtype:
-    """What an expert's weights are loaded in: what is trained is fp32."""
+    """The format to load an expert's weights in: fp32 if they are trained, otherwise the format of computation."""
     return torch.float32 if config.adapter.type == "full" else precision.dtype
 
 
 def quantize_base_weights(config: RunConfig, module: nn.Module, precision: ComputePrecision, sink: Sink) -> None:
-    """Weights that are not trained, in the number format that the settings name; before adapters are put on them."""
+    """Quantize weights that are not trained as `model.base_weights` says, in place. Call before attaching adapters."""
     if config.model.base_weights != "as_computed":
         sink.emit(quantize_blocks(module, config.model.base_weights, precision.device))
 
@@ -58,13 +63,13 @@ def build_trainable_expert(
     precision: ComputePrecision,
     sink: Sink,
     place_optimizer_state: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> adapters.TrainableExpert:
-    """What is trained of an expert's module, which is made ready for its first window."""
-    settings = adapters.settings_for_expert(config.adapter, expert.name)
+) -> TrainableExpert:
+    """Attach the adapter (or select all weights) and prepare the module for its first window."""
+    settings = settings_for_expert(config.adapter, expert.name)
     use_backend(module, config.model.attention)
-    targets = adapters.resolve_targets(settings, family.target_presets)
+    targets = resolve_targets(settings, family.target_presets)
     with place_optimizer_state():
-        trainable = adapters.attach(module, settings, targets, seed=config.run.seed, name=expert.name)
+        trainable = attach(module, settings, targets, seed=config.run.seed, name=expert.name)
     prepare_for_training(module, config.train.gradient_checkpointing)
     if config.model.compile:
         sink.emit(compile_blocks(module, precision.device))
@@ -76,34 +81,26 @@ def build_trainable_expert(
 
 
 def build_expert_state(
-    config: RunConfig, expert: Expert, trainable: adapters.TrainableExpert, precision: ComputePrecision
+    config: RunConfig, expert: Expert, trainable: TrainableExpert, precision: ComputePrecision
 ) -> ExpertState:
-    """What is trained, with its optimizer and its average."""
+    """The trainable expert with its optimizer, moving average and loss scaler."""
     parameters = dict(trainable.parameters)
     decay = config.train.ema_decay
     base_weights = None
     if any(dataset.prior for dataset in config.datasets):
-        # As adapters begin, so was the model: the values of now are what keeps the prior, after a resume too.
+        # At this point the adapter still has its initial values, with which the module computes like the untrained
+        # model. Prior preservation uses these values, also after a resume.
         initial_values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        base_weights = partial(adapters.temporary_weights, trainable, initial_values)
+        base_weights = partial(temporary_weights, trainable, initial_values)
     return ExpertState(
         expert=expert,
         module=trainable.module,
         parameters=parameters,
-        optimizer=optimizers.build_optimizer(config.optimizer, parameters, expert.name, seed=config.run.seed),
+        optimizer=build_optimizer(config.optimizer, parameters, expert.name, seed=config.run.seed),
         ema=None if decay is None else EmaWeights(parameters, decay),
         loss_scaler=precision.scaler(),
         base_weights=base_weights,
     )
-
-
-def build_objective(config: RunConfig, family: Family, model: ModelDescription, sink: Sink) -> TrainingObjective:
-    """What the model learns, on the table that it was trained on if it has one."""
-    table = None if model.alphas_cumprod is None else torch.tensor(model.alphas_cumprod, dtype=torch.float32)
-    objective = weighting.objective_from_settings(config.objective, model.prediction or family.prediction, table)
-    for decision in weighting.weighting_decisions(config.objective, objective):
-        sink.emit(decision)
-    return objective
 
 
 def build_step_options(
@@ -114,10 +111,13 @@ def build_step_options(
     sink: Sink,
     place_optimizer_state: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StepOptions:
-    """What is the same in every window of the run."""
+    """The options that are the same in every window of the run. Reports a changed loss weighting to `sink`."""
+    objective = build_objective(config.objective, family, model)
+    for decision in weighting_decisions(config.objective, objective):
+        sink.emit(decision)
     return StepOptions(
         denoise=partial(family.denoise, model),
-        objective=build_objective(config, family, model, sink),
+        objective=objective,
         precision=precision,
         max_grad_norm=config.train.max_grad_norm,
         place_optimizer_state=place_optimizer_state,

@@ -1,18 +1,19 @@
-"""What is remembered of each trained parameter between steps, wherever it is: an optimizer's memory, an average."""
+"""The tensors kept for each trained parameter between steps, in any memory: optimizer state and moving average."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from supertuner.optim.automagic.optimizer import Automagic
 from supertuner.optim.ema import EmaWeights
 from supertuner.optim.optimizer_registry import ExpertOptimizer
-from supertuner.train.offload.host_buffers import BufferKey
 
+BufferKey: TypeAlias = tuple[str, str]
+"""(parameter's name, role): the role is `weight`, `gradient`, `average` or e.g. `state.exp_avg`."""
 HOST = torch.device("cpu")
 EMA_KEY = "average"
 
@@ -23,7 +24,7 @@ class ParameterState:
     ema: EmaWeights | None
 
     def tensor_entries(self, name: str) -> Iterator[tuple[BufferKey, torch.Tensor]]:
-        """All tensors of a parameter, but for counts of steps that optimizers keep on the host anyway."""
+        """All tensors of a parameter, without step counts that the optimizer keeps on the host anyway."""
         on_host = () if self.optimizer.torch_optimizer.param_groups[0].get("fused") else ("step",)
         for key, value in self._optimizer_entries(name).items():
             if isinstance(value, torch.Tensor) and key not in on_host:
@@ -32,7 +33,7 @@ class ParameterState:
             yield (name, EMA_KEY), self.ema.averages[name]
 
     def replace_tensors(self, name: str, replacement: Callable[[BufferKey, torch.Tensor], torch.Tensor]) -> None:
-        """Put other tensors in their places: the same values in another memory."""
+        """Replace each tensor of a parameter by one with the same values in another memory."""
         changed = {key: replacement(key, tensor) for key, tensor in self.tensor_entries(name)}
         if self.ema is not None:
             self.ema.averages[name] = changed.pop((name, EMA_KEY))
@@ -45,7 +46,7 @@ class ParameterState:
             self.optimizer.torch_optimizer.states_replaced()
 
     def move_to(self, device: torch.device) -> None:
-        """Have all of it on a device, for good."""
+        """Move the tensors of all parameters to a device."""
         for name in self.optimizer.parameters:
             self.replace_tensors(name, lambda _, tensor: tensor.to(device))
 

@@ -1,7 +1,7 @@
 """Number formats of the forward and backward pass, and the loss scale that fp16 needs.
 
-What is trained is fp32 always; bf16 and fp16 are what autocast computes in. fp16's smallest numbers are too large for
-gradients, so its loss is multiplied before the backward pass and gradients are divided after it.
+Trained parameters are always fp32; autocast computes in bf16 or fp16. The smallest numbers of fp16 are too large for
+gradients, so with fp16 the loss is multiplied by a scale before the backward pass, and gradients are divided by it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def latent_storage_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Latents of runs in 16 bits are kept in bf16: fp16 has no room for large ones."""
+    """The format in which latents are cached: bf16 for 16-bit runs, because large latents overflow fp16."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
@@ -30,16 +30,16 @@ class ComputePrecision:
     name: PrecisionName
     device: torch.device
     caches_casts: bool = True
-    """Trained weights that were cast for one layer are kept for others until the forward pass is over. Where weights
-    come and go block by block, that would be a copy of all of them."""
+    """Whether autocast keeps casts of trained weights until the forward pass ends. Must be off where weights are
+    gathered block by block (FSDP): the kept casts would add up to a copy of the whole model."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in, and what weights that are not trained are kept in."""
+        """The format of computation, and of weights that are not trained."""
         return DTYPES[self.name]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Around every forward pass."""
+        """The context of every forward pass."""
         if self.name == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype, cache_enabled=self.caches_casts)
@@ -49,9 +49,10 @@ class ComputePrecision:
 
 
 class LossScaler:
-    """fp16's loss scale: halved by an overflow, doubled after 2,000 windows in a row without one.
+    """The loss scale of fp16: halved after an overflow, doubled after 2,000 consecutive windows without one.
 
-    Plain numbers on the host, decided by the one check of a window: its state is complete and the same on any device.
+    Its state is two numbers on the host, updated from the one host synchronization of a window. It is the same on any
+    device and complete in a checkpoint.
     """
 
     INITIAL_SCALE = 65536.0
@@ -66,11 +67,11 @@ class LossScaler:
 
     @property
     def can_decrease(self) -> bool:
-        """Whether an overflow may still be the scale's fault."""
+        """Whether an overflow can still be caused by the scale: it is above its minimum."""
         return self.scale > self.MIN_SCALE
 
     def update(self, overflowed: bool) -> None:
-        """Learn from a window."""
+        """Adapt the scale to the outcome of a window."""
         if overflowed:
             self.scale, self.streak = max(self.scale / 2, self.MIN_SCALE), 0
         elif self.streak + 1 >= self.GROWTH_INTERVAL:
@@ -84,5 +85,8 @@ class LossScaler:
     def load(self, state: Mapping[str, JSON]) -> None:
         scale, streak = state.get("scale"), state.get("streak")
         if not isinstance(scale, int | float) or not isinstance(streak, int) or scale <= 0 or streak < 0:
-            raise CheckpointError(f"the loss scaler's state is {dict(state)}; it has a scale above 0 and a streak")
+            raise CheckpointError(
+                f"the saved state of the loss scaler is {dict(state)}; it needs a scale above 0 and a streak of "
+                "at least 0; resume from another checkpoint"
+            )
         self.scale, self.streak = float(scale), streak

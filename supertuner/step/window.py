@@ -1,9 +1,9 @@
-"""One optimizer step: a window of samples forward and backward, one clipping, one update of weights and averages.
+"""One optimizer step: forward and backward over a window of samples, one gradient clipping, one update.
 
-The loss of a window is the sum of its samples' losses over the number of its samples, so its gradient is the exact
-mean whatever micro-batches the samples came in. The host waits for the device once per window, in `fetch`, to learn
-loss and gradient norm; a window that is not finite changes no weight, no average and no state of the optimizer. Given
-a `fetch` of its own, the same function runs on fake tensors.
+The loss of a window is the sum of its samples' losses divided by the number of its samples, so its gradient is the
+exact mean however the samples are split into micro-batches. The host waits for the device once per window, in
+`StepOptions.copy_to_host`, for loss and gradient norm. A window whose loss or norm is not finite changes no weight, no
+average and no optimizer state. With another `copy_to_host` the same function runs on fake tensors.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from supertuner.core.errors import TrainError
+from supertuner.core.waiting import waiting_for_other_ranks
 from supertuner.models.objective.diffusion import TrainingObjective, add_noise, prediction_target
 from supertuner.models.objective.loss_weighting import loss_weight, per_sample_loss
 from supertuner.models.spec import Expert, Tensors
@@ -27,9 +28,44 @@ from supertuner.step.batch import StepBatch
 from supertuner.step.precision import ComputePrecision, LossScaler
 
 DenoiseFunction: TypeAlias = Callable[[nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
-"""(module, noisy, levels, text, conditions) → prediction."""
+"""(module, noisy latents, sigmas, text, conditions) → prediction."""
 CopyToHost: TypeAlias = Callable[[torch.Tensor], Sequence[float]]
-"""Brings figures to the host: loss, gradient norm, then one loss per sample."""
+"""Copies the figures of a window to the host: loss, gradient norm, then one loss per sample."""
+
+
+class OptimizerOffload(Protocol):
+    """Moves trained parameters and their optimizer state between memories, as a plan says. Changes no value."""
+
+    def gradients_ready(self) -> None:
+        """Called after the last backward pass of a window. On return, weights and gradients can be read in place."""
+
+    def resident_chunks(self) -> Iterator[Collection[str]]:
+        """Names of the parameters, chunk by chunk; a yielded chunk and its optimizer state are ready to be updated."""
+
+    def end_window(self) -> None:
+        """Called at the end of every window, also of one that changed no weight."""
+
+
+class GradientReduction(Protocol):
+    """Sums gradients and losses over the processes that train a window together. All processes make the same calls."""
+
+    def begin_backward(self, is_last: bool) -> None:
+        """Called before each backward pass; `is_last`: it is the last one of this window."""
+
+    def all_reduce(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
+        """Called after the last backward pass: sum the parameters' gradients over all processes, in place, and return
+        the sum of the losses. A parameter without a gradient on every process stays without one."""
+
+    def global_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
+        """The norm of all gradients from the norm of this process's. They differ if gradients are sharded."""
+
+
+def copy_to_host(figures: torch.Tensor) -> Sequence[float]:
+    """The numbers on the host. Waits for the device."""
+    # The device may still be in a collective, so this waits for the other ranks as well.
+    with waiting_for_other_ranks("loss and gradient norm of the window"):
+        numbers: list[float] = figures.tolist()
+    return numbers
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -41,83 +77,59 @@ class StepOptions:
     precision: ComputePrecision
     max_grad_norm: float | None = None
     place_optimizer_state: Callable[[], AbstractContextManager[None]] = nullcontext
-    """What an optimizer keeps is made inside: it may live elsewhere than activations do."""
-
-
-class OptimizerOffload(Protocol):
-    """Who moves what is trained between memories, where a plan has it moved. It changes no value."""
-
-    def gradients_ready(self) -> None:
-        """All gradients of a window are made: from here on weights and gradients are where they are looked at."""
-
-    def resident_chunks(self) -> Iterator[Collection[str]]:
-        """The parameters piece by piece; while one is stepped, it and the state of it are in place."""
-
-    def end_window(self) -> None:
-        """The window is over, whether or not it changed a weight."""
-
-
-class GradientReduction(Protocol):
-    """How processes that train a window together add up what each of them has. All of them make the same calls."""
-
-    def begin_backward(self, is_last: bool) -> None:
-        """A backward pass comes; `last`: no other one of this window follows it."""
-
-    def all_reduce(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
-        """All gradients of a window are made: sum those of the parameters over all processes, in place, and the loss.
-        A parameter that no process has a gradient for stays without."""
-
-    def global_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
-        """The norm of all gradients, given that of those which are here: where processes share them out, these are
-        only a part."""
+    """A context in which the optimizer allocates its state, which may live in another memory than activations."""
+    reduction: GradientReduction | None = None
+    """How the processes of the run sum their gradients; None: there is one process."""
+    copy_to_host: CopyToHost = copy_to_host
+    """Brings the figures of a window to the host. A trace on fake tensors replaces it."""
 
 
 @dataclass(eq=False, slots=True)
 class ExpertState:
-    """An expert in training, with everything that a window changes."""
+    """An expert in training: its module and everything that a window changes."""
 
     expert: Expert
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]
-    """What is trained of the module, by name."""
+    """The trained parameters by name."""
     optimizer: ExpertOptimizer
     ema: EmaWeights | None = None
     loss_scaler: LossScaler | None = None
     base_weights: Callable[[], AbstractContextManager[None]] | None = None
-    """Inside, the module computes as it did before anything was trained; for samples that keep the prior."""
+    """A context in which the module computes like the untrained model; needed for prior preservation."""
     optimizer_offload: OptimizerOffload | None = None
-    """None: everything that is trained stays where it is."""
+    """None: trained parameters and optimizer state never move."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowResult:
-    """What became of a window."""
+    """The outcome of one window."""
 
     loss: float
-    """Mean over the window's samples, those of other processes included."""
+    """Mean over the window's samples, including those of other processes."""
     grad_norm: float
-    """Of all gradients of the expert together, before clipping."""
+    """Norm of all gradients of the expert together, before clipping."""
     overflowed: bool = False
-    """fp16: the loss was scaled up too far, and the scale is halved now. Nothing is wrong with data or weights."""
+    """fp16 only: the loss scale was too large and has been halved. Data and weights are not at fault."""
     positions: tuple[int, ...] = ()
-    """The samples of the window that this process had, as far as the batches say which they are."""
+    """Positions of the window's samples on this process, if the batches have them."""
     losses: tuple[float, ...] = ()
-    """The loss of each sample."""
+    """The loss of each of these samples."""
 
     @property
     def finite(self) -> bool:
-        """Whether the window trained anything."""
+        """Whether loss and norm are finite, and so the weights were updated."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
     def has_nonfinite_loss(self) -> bool:
-        """Whether the loss of a sample of this process is no number."""
+        """Whether a sample of this process has a loss that is not finite."""
         return not all(map(math.isfinite, self.losses))
 
     @property
     def suspect_positions(self) -> tuple[int, ...]:
-        """Of a window that is not finite, the samples whose loss is not; if every loss is, all samples."""
-        bad = [which for which, loss in zip(self.positions, self.losses, strict=False) if not math.isfinite(loss)]
+        """Samples that may be the cause of a window that is not finite: those with such a loss, or else all."""
+        bad = [at for at, loss in zip(self.positions, self.losses, strict=False) if not math.isfinite(loss)]
         return tuple(bad) or self.positions
 
 
@@ -128,20 +140,18 @@ def train_window(
     samples: int,
     learning_rate: float,
     options: StepOptions,
-    reduction: GradientReduction | None = None,
     micro_batches: int | None = None,
     seed: int | None = None,
-    copy_to_host: CopyToHost | None = None,
 ) -> WindowResult:
-    """Train one window of `samples` samples, of which `batches` are this process's share, at learning rate `rate`.
+    """Train one window of `samples` samples over all processes, of which `batches` are this process's share.
 
-    `micro_batches` is how many batches there will be: a `reduction` is told which is the last.
-    `seed` is for dropout: with it, the window draws what it draws whatever was drawn before.
+    `micro_batches` is the number of batches, so that the gradient reduction learns which backward pass is the last.
+    `seed` seeds dropout: with it, what the window draws does not depend on what was drawn before.
     """
     scale = 1.0 if expert_state.loss_scaler is None else expert_state.loss_scaler.scale
-    offload = expert_state.optimizer_offload
+    offload, reduction = expert_state.optimizer_offload, options.reduction
     with _seeded(seed, options.precision.device):
-        losses, positions = _backward(expert_state, batches, samples, scale, options, reduction, micro_batches)
+        losses, positions = _backward(expert_state, batches, samples, scale, options, micro_batches)
     if offload is not None:
         offload.gradients_ready()
     loss = losses.sum() / samples
@@ -151,7 +161,7 @@ def train_window(
     norm = _unscaled_norm(gradients, scale, losses.device)
     if reduction is not None:
         norm = reduction.global_norm(norm)
-    figures = (copy_to_host or _to_host)(torch.cat([loss.reshape(1), norm.reshape(1), losses]))
+    figures = options.copy_to_host(torch.cat([loss.reshape(1), norm.reshape(1), losses]))
     result = _window_result(figures, positions, expert_state.loss_scaler)
     if result.finite:
         _clip(gradients, norm, options.max_grad_norm)
@@ -167,14 +177,14 @@ def train_window(
 
 
 def held_out_losses(expert_state: ExpertState, batches: Iterable[StepBatch], options: StepOptions) -> torch.Tensor:
-    """The loss of each sample, nothing trained and nothing dropped out; the module is left as it was."""
+    """The loss of each sample without gradients and without dropout. The module's training mode is restored."""
     with torch.no_grad(), _eval_mode(expert_state.module):
         losses = [sample_losses(expert_state, batch, options) for batch in batches]
     return torch.cat(losses) if losses else torch.zeros(0, device=options.precision.device)
 
 
 def sample_losses(expert_state: ExpertState, batch: StepBatch, options: StepOptions) -> torch.Tensor:
-    """One forward pass: the weighted mean error of each sample, in fp32."""
+    """The weighted mean loss of each sample from one forward pass, in fp32."""
     noisy = add_noise(batch.latents, batch.noise, batch.sigmas, options.objective)
     targets = prediction_target(batch.latents, batch.noise, batch.sigmas, options.objective)
     if "prior" in batch.loss_inputs:
@@ -194,9 +204,11 @@ def _predict(module: nn.Module, batch: StepBatch, noisy: torch.Tensor, options: 
 def _with_prior_targets(
     expert_state: ExpertState, batch: StepBatch, noisy: torch.Tensor, targets: torch.Tensor, options: StepOptions
 ) -> torch.Tensor:
-    """What is wanted, and of samples that keep the prior what the untrained model says. A second forward pass, before
-    the one that is differentiated: that one's weights must not change under it."""
-    assert expert_state.base_weights is not None, "a batch keeps the prior, and nobody kept the untrained weights"
+    """`targets`, with the untrained model's prediction for samples whose `prior` flag is set.
+
+    This second forward pass runs before the differentiated one, because it swaps the weights.
+    """
+    assert expert_state.base_weights is not None, "a batch has `prior`, but ExpertState.base_weights is not set"
     with torch.no_grad(), expert_state.base_weights(), _eval_mode(expert_state.module):
         base_prediction = _predict(expert_state.module, batch, noisy, options).float()
     keeps_prior = batch.loss_inputs["prior"].reshape(-1, *(1 for _ in targets.shape[1:]))
@@ -204,22 +216,21 @@ def _with_prior_targets(
 
 
 def prepare_for_training(module: nn.Module, checkpointing: bool) -> None:
-    """Make a module ready to be trained: dropout at work, activations kept or recomputed in the backward pass."""
+    """Put the module into training mode and enable gradient checkpointing if asked for."""
     module.train()
     if not checkpointing:
         return
     enable_checkpointing = getattr(module, "enable_gradient_checkpointing", None)
     if enable_checkpointing is None:
         raise TrainError(
-            f"train.gradient_checkpointing is true, and {type(module).__name__} cannot recompute its activations; "
-            "set it to false"
+            f"train.gradient_checkpointing is true, but {type(module).__name__} does not support it; set it to false"
         )
     enable_checkpointing()
 
 
 def evaluation_weights(expert_state: ExpertState) -> Tensors | None:
-    """The weights to validate and export if they are not those in training: the moving average, where one is kept, or
-    what a schedule-free optimizer means."""
+    """The weights to validate and export, if they differ from the trained parameters: the moving average if there is
+    one, or the averaged weights of a schedule-free optimizer. None: use the trained parameters."""
     return expert_state.optimizer.averaged_weights() if expert_state.ema is None else expert_state.ema.averages
 
 
@@ -229,22 +240,21 @@ def _backward(
     samples: int,
     scale: float,
     options: StepOptions,
-    reduction: GradientReduction | None,
     micro_batches: int | None,
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Gradients of all micro-batches, added up in the parameters; the loss of every sample, and which they are."""
+    """Accumulate the gradients of all micro-batches; return every sample's loss, and the samples' positions."""
     batch_losses: list[torch.Tensor] = []
     positions: list[int] = []
     for number, batch in enumerate(batches, 1):
-        if reduction is not None:
-            reduction.begin_backward(number == micro_batches)
+        if options.reduction is not None:
+            options.reduction.begin_backward(number == micro_batches)
         losses = sample_losses(expert_state, batch, options)
         torch.autograd.backward(losses.sum() * (0.0 if batch.idle else scale / samples))
         if not batch.idle:
             batch_losses.append(losses.detach())
             positions += batch.positions
     assert sum(map(len, batch_losses)) <= samples, (
-        f"a window of {samples} samples was given {sum(map(len, batch_losses))}"
+        f"a window of {samples} samples received {sum(map(len, batch_losses))}"
     )
     return torch.cat(batch_losses) if batch_losses else torch.zeros(0, device=options.precision.device), tuple(
         positions
@@ -252,7 +262,7 @@ def _backward(
 
 
 def _update_weights(expert_state: ExpertState) -> None:
-    """One step of the optimizer, and the average after it."""
+    """One optimizer step, then one update of the moving average."""
     for names in (
         (expert_state.parameters,)
         if expert_state.optimizer_offload is None
@@ -266,7 +276,10 @@ def _update_weights(expert_state: ExpertState) -> None:
 
 
 def _unscaled_norm(gradients: list[torch.Tensor], scale: float, device: torch.device) -> torch.Tensor:
-    """Divide the gradients by the loss scale, in place; their norm. Scales are powers of two: dividing is exact."""
+    """Divide the gradients by the loss scale, in place, and return their norm.
+
+    Loss scales are powers of two, so the division is exact.
+    """
     if not gradients:
         return torch.zeros((), device=device)
     norms = []
@@ -279,23 +292,18 @@ def _unscaled_norm(gradients: list[torch.Tensor], scale: float, device: torch.de
 
 
 def _clip(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float | None) -> None:
-    """Shorten the gradient to `largest` where it is longer: decided on the device, as a factor of at most one."""
+    """Scale the gradients down to `max_norm` if their norm is larger. The device decides; the host does not wait."""
     if max_norm is not None:
         for same_device in _by_device(gradients):
             torch._foreach_mul_(same_device, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(same_device[0].device))
 
 
 def _by_device(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """In lists that one operator takes: under a plan, gradients may be in two memories."""
+    """The tensors grouped by device, for foreach operators: under a plan, gradients may be in two memories."""
     groups: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device, []).append(tensor)
     return groups.values()
-
-
-def _to_host(figures: torch.Tensor) -> Sequence[float]:
-    numbers: list[float] = figures.tolist()
-    return numbers
 
 
 def _window_result(figures: Sequence[float], positions: tuple[int, ...], scaler: LossScaler | None) -> WindowResult:
@@ -306,7 +314,7 @@ def _window_result(figures: Sequence[float], positions: tuple[int, ...], scaler:
 
 @contextmanager
 def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Random numbers that depend on the seed alone; afterwards the generators are as they were."""
+    """Seed torch's generators inside the block and restore their state afterwards."""
     if seed is None:
         yield
         return
@@ -315,9 +323,8 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
             torch.manual_seed(seed)
             yield
         return
-    generator = (
-        torch.default_generator
-    )  # by hand: torch.manual_seed asks every kind of device first, at ten times the cost
+    # Not by torch.manual_seed, which also seeds every other kind of device and costs ten times as much.
+    generator = torch.default_generator
     saved_state = generator.get_state()
     generator.manual_seed(seed)
     try:

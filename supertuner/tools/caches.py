@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from supertuner.arena.format import ArenaLifetime
+from supertuner.arena.run_context import RunContext
 from supertuner.cache.inventory import CacheArenaStatus, RequiredEntries, list_cache_arenas, verify_cache_arena
 from supertuner.cache.keys import unique_keys
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.load import LoadedConfig
 from supertuner.core.errors import ArenaBusyError, ArenaError, CacheError
-from supertuner.core.events import NullSink, Progress, Sink
 from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON, bytes_text
 from supertuner.sinks.console import ConsoleSink
@@ -64,7 +64,8 @@ def build_caches(loaded: LoadedConfig, *, check: bool = False) -> list[CacheBuil
     with (
         open_session(loaded) as run_session,
         open_cache_sets(
-            run_session.config, run_session.run_dir, run_session.host, run_session.sink, run_session.console
+            run_session.config,
+            RunContext(run_session.run_dir, run_session.sink, run_session.console, run_session.host),
         ) as cache_sets,
     ):
         return [built for data, caching in cache_sets for built in _build_portion(data, caching, check)]
@@ -105,41 +106,32 @@ def prune_caches(arenas: Sequence[CacheArenaStatus]) -> Iterator[tuple[CacheAren
 
 
 @contextmanager
-def open_cache_sets(
-    config: RunConfig, folder: Path, host: HostFacts, sink: Sink, progress: Progress
-) -> Iterator[list[tuple[str, CorpusCaches]]]:
+def open_cache_sets(config: RunConfig, context: RunContext) -> Iterator[list[tuple[str, CorpusCaches]]]:
     """What opens the caches of the data that are trained on, and of those held out, with the data staged."""
-    with progress.phase("loading libraries"):
+    with context.progress.phase("loading libraries"):
         from supertuner.data.corpus_loader import open_corpus, select_datasets
         from supertuner.step.precision import ComputePrecision
         from supertuner.train.encoding.corpus_caches import open_corpus_caches
-        from supertuner.train.run.memory_engine import open_memory
         from supertuner.train.model_source import open_model
-        from supertuner.train.setup import build_encoding_spec, select_device
+        from supertuner.train.run.memory_engine import open_memory
+        from supertuner.train.run_checks import select_device
+        from supertuner.train.setup import build_encoding_spec
     device = select_device(config.train.device)
     precision = ComputePrecision(config.train.mixed_precision, device)
     life = arena_lifetime(config)
     with ExitStack() as stack:
-        memory = stack.enter_context(open_memory(config, device, host=host, sink=sink))
-        encoding = build_encoding_spec(config, *open_model(config, folder), precision, memory.out_of_memory_remedy)
+        memory = stack.enter_context(open_memory(config, device, context))
+        family, model = open_model(config, context.run_dir)
+        encoding = build_encoding_spec(config, family, model, precision, memory.out_of_memory_remedy)
         cache_sets = []
         for data, held_out in (("training", False), ("held-out", True)):
             part = select_datasets(config, held_out=held_out)
             if part is None:
                 continue
-            corpus = stack.enter_context(open_corpus(part, host=host, sink=sink, progress=progress, life=life))
+            corpus = stack.enter_context(open_corpus(part, context, life=life))
             until = config.validation.held_out_samples if held_out else None
             caching = open_corpus_caches(
-                config,
-                corpus,
-                encoding,
-                run_folder=folder,
-                host=host,
-                sink=sink,
-                progress=progress,
-                until=until,
-                life=life,
-                on_attach=memory.keep_in_host,
+                config, corpus, encoding, context, until=until, life=life, on_attach=memory.keep_in_host
             )
             cache_sets.append((data, stack.enter_context(caching)))
         yield cache_sets
@@ -166,7 +158,7 @@ def _open_state(loaded: LoadedConfig) -> Iterator[tuple[ConsoleSink, CacheState]
     if config.model.path == "tiny" and not folder.is_dir():
         raise CacheError(f"{folder}: was never begun, so nothing is cached for it; `supertuner cache build` begins it")
     with ConsoleSink(set_aside_hint="`supertuner stage` lists them all") as console:
-        with open_cache_sets(config, folder, HostFacts(), console, console) as cache_sets:
+        with open_cache_sets(config, RunContext(folder, console, console, HostFacts())) as cache_sets:
             state = _cache_state([caching for _, caching in cache_sets])
         yield console, state
 
@@ -186,7 +178,7 @@ def _cache_state(cachings: Sequence[CorpusCaches]) -> CacheState:
         keys, _ = unique_keys(np.concatenate([caching.keys(kind) for caching in cachings]))
         homes += [places.primary.home, *([] if places.working_copy is None else [places.working_copy.home])]
         needed.append(RequiredEntries(space, keys))
-        with CacheStore(places.primary, space, NullSink()) as store:
+        with CacheStore(places.primary, space, RunContext.silent(cachings[0].context.run_dir)) as store:
             missing[kind] = len(store.missing_indices(keys))
     return CacheState(tuple(list_cache_arenas(homes, needed)), missing)
 

@@ -1,38 +1,35 @@
-"""`supertuner estimate`: a configuration's forecast on a machine, other values of its settings beside it, and pictures.
+"""`supertuner estimate`: loads the configuration, runs the forecast, and presents it as text, JSON and a picture.
 
-Only looks: no run is begun, nothing is staged, loaded or downloaded. Traces are kept, so that a second look is instant.
+Nothing is started, staged, loaded or downloaded. Traces are cached, so that a second estimate is instant.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from supertuner.config.sources.load import LoadedConfig, load_config
+from supertuner.config.settings.run_config import RunConfig
+from supertuner.config.sources.load import load_config
 from supertuner.core.durable import write_bytes
 from supertuner.core.errors import OptionError
 from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON, bytes_text
-from supertuner.plan.forecast.report import align_columns, forecast_json, report_lines, step_duration_text
-from supertuner.plan.forecast.results import FitStatus, MachineCapacity, RunForecast
-from supertuner.plan.forecast.survey import survey_datasets
+from supertuner.plan.forecast.report import align_columns, report_lines
+from supertuner.plan.forecast.results import RunForecast, step_duration_text
 from supertuner.plan.forecast.target_machine import find_machine_capacity
+from supertuner.plan.forecast.what_if import WhatIfComparison, WhatIfResult, compare_values, parse_what_if
 from supertuner.sinks.console import ConsoleSink
-from supertuner.tools.estimate_picture import WhatIfBar
+from supertuner.tools.estimate_picture import PassBand, StepMemoryChart, WhatIfBar, WhatIfChart, render_estimate
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from supertuner.plan.forecast.forecast import RunEstimate
-
-WHAT_IF_PATTERN = re.compile(r"\s*(?P<key>[^=]+?)\s*=\s*(?P<values>.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class EstimateRequest:
-    """What is asked of a configuration."""
+    """The arguments of `supertuner estimate`."""
 
     config: Path
     sets: tuple[str, ...] = ()
@@ -44,23 +41,9 @@ class EstimateRequest:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class WhatIfResult:
-    """One value of a setting."""
-
-    value: str
-    estimate: RunEstimate
-    current: bool
-    """It is what the configuration says."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class WhatIfComparison:
-    key: str
-    results: tuple[WhatIfResult, ...]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class EstimateResult:
+    """The estimate, and a comparison for each `--what-if`."""
+
     estimate: RunEstimate
     what_ifs: tuple[WhatIfComparison, ...]
 
@@ -70,92 +53,60 @@ class EstimateResult:
 
     @property
     def fits(self) -> bool:
-        return self.forecast.verdict.fit in (FitStatus.FITS, FitStatus.TIGHT)
+        """False also if the size of a memory is unknown."""
+        return self.forecast.fits is True
 
 
 def run_estimate(request: EstimateRequest, console: ConsoleSink) -> EstimateResult:
-    """The forecast, and those of the other values."""
+    """Raises OptionError or ConfigError for a wrong argument before anything is traced."""
     capacity = find_machine_capacity(request.machine, HostFacts())
     loaded = load_config(request.config, sets=request.sets, check_paths=False)
-    others = [_load_what_if(text, request) for text in request.what_ifs]  # refused before anything is traced
+    alternatives = [_load_what_if(text, request) for text in request.what_ifs]
     for note in loaded.notes:
         console.emit(note)
-    with console.phase("loading libraries"):
-        pass
+    with console.phase("loading libraries"):  # torch and diffusers: this import takes seconds
+        from supertuner.plan.forecast.forecast import EstimateOptions, estimate_run
 
-    def try_value(value: str, other: LoadedConfig) -> WhatIfResult:
-        return WhatIfResult(
-            value, _estimate_config(other, capacity, request, console, advise=False), other.config == loaded.config
-        )
+    def estimate(config: RunConfig, advise: bool = False) -> RunEstimate:
+        options = EstimateOptions(request.samples, request.compute_share, advise)
+        return estimate_run(config, capacity, options, console, console)
 
     return EstimateResult(
-        _estimate_config(loaded, capacity, request, console, advise=request.advise),
-        tuple(WhatIfComparison(key, tuple(try_value(*one) for one in values.items())) for key, values in others),
+        estimate(loaded.config, request.advise),
+        tuple(compare_values(key, configs, loaded.config, estimate) for key, configs in alternatives),
     )
 
 
-def _load_what_if(text: str, request: EstimateRequest) -> tuple[str, dict[str, LoadedConfig]]:
-    """The configuration with each value that a what-if asks about."""
-    key, values = _parse_what_if(text)
-    loaded_by_value = {}
-    for value in values:
-        loaded_by_value[value] = load_config(request.config, sets=[*request.sets, f"{key}={value}"], check_paths=False)
-    return key, loaded_by_value
+def _load_what_if(text: str, request: EstimateRequest) -> tuple[str, dict[str, RunConfig]]:
+    """The setting of a `--what-if`, and the configuration with each of its values."""
+    key, values = parse_what_if(text)
+    load = partial(load_config, request.config, check_paths=False)
+    return key, {value: load(sets=[*request.sets, f"{key}={value}"]).config for value in values}
 
 
-def _estimate_config(
-    loaded: LoadedConfig, capacity: MachineCapacity, request: EstimateRequest, console: ConsoleSink, *, advise: bool
-) -> RunEstimate:
-    from supertuner.plan.forecast.forecast import forecast_run
-    from supertuner.plan.forecast.trace_provider import CachedTraceProvider
-
-    config = loaded.config
-    datasets = survey_datasets(config, request.samples)
-    traces = CachedTraceProvider(config, capacity, console, console)
-    return forecast_run(config, capacity, traces, datasets, compute_share=request.compute_share, advise=advise)
-
-
-def _parse_what_if(text: str) -> tuple[str, list[str]]:
-    """`train.batch_size=1,2,4`: commas inside brackets belong to a value."""
-    match = WHAT_IF_PATTERN.fullmatch(text)
-    if match is None:
-        raise OptionError(f"--what-if {text}: write key=value,value, for example train.batch_size=1,2,4,8")
-    values, depth = [""], 0
-    for character in match["values"]:
-        depth += (character in "[{") - (character in "]}")
-        if character == "," and depth == 0:
-            values.append("")
-        else:
-            values[-1] += character
-    stripped = [value.strip() for value in values]
-    if not all(stripped):
-        raise OptionError(f"--what-if {text}: a value is missing between two commas")
-    return match["key"], list(dict.fromkeys(stripped))
-
-
-# ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── text and JSON ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def estimate_lines(result: EstimateResult) -> list[str]:
-    """The page, and a table for every what-if."""
-    text = report_lines(result.forecast)
+    """The page of the forecast, and a table for each what-if."""
+    lines = report_lines(result.forecast)
     for what_if in result.what_ifs:
-        text += ["", *_what_if_table(what_if)]
-    return text
+        lines += ["", *_what_if_table(what_if)]
+    return lines
 
 
 def _what_if_table(what_if: WhatIfComparison) -> list[str]:
     rows = [[f"what if {what_if.key} were", "all on the GPU", "", "a step", "samples/s", "the run"]]
-    for what_if_result in what_if.results:
-        forecast = what_if_result.estimate.forecast
-        judged, timing, fullest = forecast.verdict, forecast.timing, forecast.fullest_phase
+    for one in what_if.results:
+        forecast = one.estimate.forecast
+        timing, fullest = forecast.timing, forecast.fullest_phase
         pace = None if timing is None else timing.paces[0]
         total = None if pace is None else pace.total_s
         rows.append(
             [
-                what_if_result.value + (" (as now)" if what_if_result.current else ""),
+                one.value + (" (as configured)" if one.current else ""),
                 "" if fullest is None else bytes_text(fullest.all_on_gpu_bytes),
-                judged.fit.value,
+                forecast.verdict.fit.value,
                 "" if pace is None else step_duration_text(pace.step_s),
                 "" if pace is None or timing is None else f"{timing.window / pace.step_s:.3g}",
                 "" if total is None else step_duration_text(total),
@@ -165,90 +116,72 @@ def _what_if_table(what_if: WhatIfComparison) -> list[str]:
 
 
 def estimate_json(result: EstimateResult) -> dict[str, JSON]:
-    """The same for programs."""
+    """The forecast (`RunForecast.to_dict`), and under `what_if` those of other values."""
     return {
-        **forecast_json(result.forecast),
+        **result.forecast.to_dict(),
         "what_if": [
             {
                 "key": what_if.key,
-                "tried": [{"value": one.value, **forecast_json(one.estimate.forecast)} for one in what_if.results],
+                "tried": [{"value": one.value, **one.estimate.forecast.to_dict()} for one in what_if.results],
             }
             for what_if in result.what_ifs
         ],
     }
 
 
-# ── pictures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── picture ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def require_plot_path(path: Path) -> None:
-    """Said before the work is done, not after."""
+    """Raises OptionError if the picture cannot be written to `path`; called before the forecast, which takes longer."""
     if path.suffix.lower() != ".png":
-        raise OptionError(f"--plot {path}: the picture is a PNG; let its name end in .png")
+        raise OptionError(f"--plot {path}: the picture is a PNG; give it a name that ends in .png")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise OptionError(f"--plot {path}: cannot be written there; name a file in a folder that exists")
+        raise OptionError(f"--plot {path}: cannot be written; name a file in a folder that exists")
 
 
 def write_plot(result: EstimateResult, path: Path) -> None:
-    from supertuner.sinks.drawing import png_bytes
-
-    write_bytes(path, png_bytes(draw_result(result)))
+    write_bytes(path, estimate_png(result))
 
 
-def draw_result(result: EstimateResult) -> Image:
-    """The fullest step as it goes, and a chart for every what-if."""
-    from supertuner.plan.placement.throughput import MachineRates
-    from supertuner.plan.placement.timeline import build_timeline
-    from supertuner.tools import estimate_picture as drawn
-
-    forecast, expert_forecast = result.forecast, result.estimate.fullest_expert()
-    capacity, trace = forecast.capacity, expert_forecast.trace
-    rates = MachineRates.from_machine(capacity.machine)
-    timeline_data = build_timeline(
-        trace, None if rates.unknown_rates else rates.seconds, result.estimate.idle_bytes(expert_forecast)
-    )
-    seconds_per_unit, name = (
-        _time_unit(float(timeline_data.edges[-1])) if timeline_data.in_seconds else (1.0, "operators")
-    )
-    unit = f"{name}, modelled at the machine's published rates" if timeline_data.in_seconds else name
+def estimate_png(result: EstimateResult) -> bytes:
+    """The picture: the memory of the fullest step over time, and a bar chart for each what-if."""
+    capacity = result.forecast.capacity
     limit = capacity.host_bytes if capacity.on_cpu else capacity.gpu_bytes
-    followed = any(phase.plan_estimate is not None for phase in forecast.phases)
-    description = "a micro-batch and the update, modelled" + (", before any plan" if followed else "")
-    step_chart = drawn.StepMemoryChart(
-        title=f"{forecast.model}: {trace.phase}",
-        note=f"{description}; {forecast.settings}",
-        edges=timeline_data.edges / seconds_per_unit,
-        bytes_by_class=timeline_data.bytes_by_class,
-        passes=tuple(
-            drawn.PassBand(span.name, span.begin / seconds_per_unit, span.end / seconds_per_unit)
-            for span in timeline_data.passes
-        ),
-        unit=unit,
-        limit_bytes=limit,
-        limit_name=capacity.title,
-    )
     charts = [
-        drawn.WhatIfChart(
-            f"What if {what_if.key} were …",
-            tuple(_what_if_bar(one) for one in what_if.results),
-            limit,
-            capacity.title,
-        )
+        WhatIfChart(f"What if {what_if.key} were …", tuple(map(_what_if_bar, what_if.results)), limit, capacity.title)
         for what_if in result.what_ifs
     ]
-    return drawn.draw_estimate(step_chart, charts)
+    return render_estimate(_step_chart(result, limit), charts)
+
+
+def _step_chart(result: EstimateResult, limit: int | None) -> StepMemoryChart:
+    forecast, timeline = result.forecast, result.estimate.memory_timeline()
+    unit_s, unit = _time_unit(float(timeline.edges[-1])) if timeline.in_seconds else (1.0, "operators")
+    followed = any(phase.plan_estimate is not None for phase in forecast.phases)
+    description = "a micro-batch and the update, modelled" + (", before any plan" if followed else "")
+    return StepMemoryChart(
+        title=f"{forecast.model}: {result.estimate.fullest_expert().trace.phase}",
+        note=f"{description}; {forecast.settings}",
+        edges=timeline.edges / unit_s,
+        bytes_by_class=timeline.bytes_by_class,
+        passes=tuple(PassBand(span.name, span.begin / unit_s, span.end / unit_s) for span in timeline.passes),
+        unit=f"{unit}, modelled at the machine's published rates" if timeline.in_seconds else unit,
+        limit_bytes=limit,
+        limit_name=forecast.capacity.title,
+    )
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:
-    """In which a step is counted: so many seconds each."""
+    """The unit of the time axis for a step of this length: its seconds and its name."""
     units = ((3600.0, 60.0, "minutes"), (1.0, 1.0, "seconds"), (1e-3, 1e-3, "milliseconds"))
     return next(((per, name) for least, per, name in units if seconds >= least), (1e-6, "microseconds"))
 
 
-def _what_if_bar(what_if_result: WhatIfResult) -> WhatIfBar:
-    forecast = what_if_result.estimate.forecast
+def _what_if_bar(result: WhatIfResult) -> WhatIfBar:
+    forecast = result.estimate.forecast
     timing, fullest = forecast.timing, forecast.fullest_phase
     pace = None if timing is None else timing.paces[0]
     rate = "" if pace is None or timing is None else f"{timing.window / pace.step_s:.3g} samples/s"
     classes = {} if fullest is None else fullest.gpu
-    return WhatIfBar(what_if_result.value, classes, None if pace is None else pace.step_s, what_if_result.current, rate)
+    return WhatIfBar(result.value, classes, None if pace is None else pace.step_s, result.current, rate)

@@ -1,7 +1,7 @@
-"""Draws a forecast: the memory of a step as it goes, by class, under the machine's limit; and what other settings take.
+"""Draws a forecast: the memory of a step over time, by class of tensor, below the machine's limit; and what-if bars.
 
-Both charts are of modelled figures and say so. Classes are stacked from what always stays to what comes and goes, each
-in one colour everywhere, so that the two charts and the table of the command can be read together.
+All figures are modelled, and the picture says so. Classes are stacked from what stays in memory to what comes and goes.
+A class has the same colour everywhere, so that both charts and the command's table can be read together.
 """
 
 from __future__ import annotations
@@ -14,29 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from supertuner.core.types import GIB, KIB, MIB, bytes_text
-from supertuner.plan.forecast.report import step_duration_text
-from supertuner.sinks.drawing import (
-    CARD,
-    INK,
-    MUTED,
-    RULE,
-    drawable_text,
-    load_font,
-    new_sheet,
-    shorten_line,
-    text_width,
-)
-from supertuner.tools.axes import ChartAxis, linear_axis
+from supertuner.plan.forecast.results import step_duration_text
+from supertuner.sinks.drawing import CARD, INK, MUTED, RULE
+from supertuner.tools.plot_style import FAINT_RULE, add_axes, add_text, figure_png, new_figure, points
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-    from PIL.ImageDraw import ImageDraw
+    from matplotlib.figure import Figure
 
-SCALE = 2
-"""Drawn this much larger and then made smaller, which smooths the edges."""
 WIDTH = 1280
 LEFT, RIGHT, TOP, BOTTOM = 92, 232, 96, 60
+"""Margins of the step chart in pixels; the legend is in the right one."""
 STEP_HEIGHT, WHAT_IF_HEIGHT = 640, 520
+PLOT_WIDTH = WIDTH - LEFT - RIGHT
+BAR_TEXT_HEIGHT = 44
+"""Additional height below what-if bars, for their times."""
+MAX_BAR_WIDTH = 150
 COLOURS: Mapping[str, str] = {
     "frozen weights": "#4a6d8c",
     "idle experts": "#a9bccb",
@@ -48,17 +40,21 @@ COLOURS: Mapping[str, str] = {
     "activations": "#e3c565",
     "temporaries": "#c8553d",
 }
-"""In the order in which they are stacked."""
+"""In the order in which classes are stacked."""
 OTHER_COLOUR = "#9aa0a6"
 LIMIT_COLOUR = "#b3261e"
 BAND_COLOUR = "#f3f1ea"
+EDGE_WIDTH = 0.6
+"""Outline of areas and bars in points: a class too small for a row of pixels still shows as a thin line."""
+FAR_LIMIT = 6
+"""A limit more than this many times above the data is not drawn to scale: it would flatten the data."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class PassBand:
-    """A stretch of the step with a name: the forward pass, the backward pass, the update."""
+    """When the forward pass, the backward pass or the update runs."""
 
     name: str
     begin: float
@@ -67,33 +63,33 @@ class PassBand:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepMemoryChart:
-    """Bytes by class from moment to moment."""
+    """The bytes of each class over time."""
 
     title: str
     note: str
     edges: Floats
-    """Where each moment begins, and where the last one ends, in the unit of the axis; never falling."""
+    """The begin of each interval and the end of the last one, in the unit of the axis; never decreasing."""
     bytes_by_class: Mapping[str, Floats]
-    """For each class one value per moment."""
+    """For each class one value per interval."""
     passes: tuple[PassBand, ...]
     unit: str
-    """What the axis counts: `seconds, modelled`, `operators`."""
+    """Name of the time axis: `seconds, modelled`, `operators`."""
     limit_bytes: int | None
     limit_name: str
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIfBar:
-    """What one value of a setting takes."""
+    """Memory and time with one value of a setting."""
 
     label: str
     bytes_by_class: Mapping[str, int]
     seconds: float | None
-    """Of a step, modelled; None: not known."""
+    """Modelled time of a step; None: unknown."""
     current: bool = False
-    """What the configuration says."""
+    """True: the configuration has this value."""
     note: str = ""
-    """Below its time: samples a second, or why there is nothing to see."""
+    """Below the time: samples per second, or why there is no bar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,253 +100,224 @@ class WhatIfChart:
     limit_name: str
 
 
-def draw_estimate(step: StepMemoryChart | None, what_ifs: Sequence[WhatIfChart] = ()) -> Image:
-    """One picture of all charts, below each other."""
-    from PIL import Image
+class _MemoryAxes:
+    """Axes whose vertical scale is bytes, and the picture that they are in."""
 
+    def __init__(self, figure: Figure, top: float, height: float, highest: float, limit: int | None) -> None:
+        """The scale reaches to the limit or to the highest value, and 12 % more. If the limit is far above the values,
+        it reaches only to the values: the limit is then named, not drawn (`_draw_limit`)."""
+        from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+        units = ((float(GIB), "GiB"), (float(MIB), "MiB"))
+        self.unit, unit_name = next((one for one in units if highest >= one[0]), (float(KIB), "KiB"))
+        self.figure, self.top, self.bottom = figure, top, top + height
+        self.reach = highest if limit is None or limit > FAR_LIMIT * highest else max(highest, float(limit))
+        self.axes = add_axes(figure, LEFT, top, PLOT_WIDTH, height)
+        self.axes.set_ylim(0, self.reach * 1.12 / self.unit)
+        self.axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+        self.axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+        add_text(figure, 16, top - 8, unit_name, 13, va="bottom")
+
+    def pixel(self, x: float, nbytes: float) -> tuple[float, float]:
+        """Pixels from the left and from the upper edge of the picture."""
+        left, up = self.axes.transData.transform((x, nbytes / self.unit))
+        return float(left), float(self.figure.bbox.height - up)
+
+
+def render_estimate(step: StepMemoryChart | None, what_ifs: Sequence[WhatIfChart] = ()) -> bytes:
+    """One PNG with all charts, below each other. Equal charts give equal bytes."""
     heights = [*([STEP_HEIGHT] if step else []), *[WHAT_IF_HEIGHT] * len(what_ifs)]
-    sheet, pen = new_sheet(WIDTH * SCALE, max(1, sum(heights)) * SCALE, CARD)
+    figure = new_figure(WIDTH, max(1, sum(heights)))
     top = 0
     if step is not None:
-        _draw_step_memory(pen, step, top)
+        _draw_step_memory(figure, step)
         top += STEP_HEIGHT
     for what_if in what_ifs:
         if top:
-            pen.line((0, top * SCALE, WIDTH * SCALE, top * SCALE), fill=RULE, width=2 * SCALE)
-        _draw_what_if(pen, what_if, top)
+            _draw_rectangle(figure, 0, top - 1, WIDTH, 2, RULE)
+        _draw_what_if(figure, what_if, top)
         top += WHAT_IF_HEIGHT
-    return sheet.resize((WIDTH, max(1, sum(heights))), Image.Resampling.LANCZOS)
+    return figure_png(figure)
 
 
 def stacking_order(names: Sequence[str]) -> list[str]:
-    """Classes in the order in which they are stacked; those without a colour of their own come last."""
+    """Classes from the bottom of the stack to its top; classes without a colour come last."""
     known = [name for name in COLOURS if name in names]
     return [*known, *sorted(name for name in names if name not in COLOURS)]
 
 
-def _draw_step_memory(pen: ImageDraw, chart: StepMemoryChart, top: int) -> None:
+# ── the step over time ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _draw_step_memory(figure: Figure, chart: StepMemoryChart) -> None:
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
     order = stacking_order([name for name, values in chart.bytes_by_class.items() if values.max(initial=0.0) > 0])
     total = sum((chart.bytes_by_class[name] for name in order), np.zeros(len(chart.edges) - 1))
-    highest = max(float(total.max(initial=0.0)), 1.0)
-    down = _bytes_axis(max(highest, float(chart.limit_bytes or 0)), highest, top, STEP_HEIGHT, chart.limit_bytes)
+    peak = max(float(total.max(initial=0.0)), 1.0)
+    _draw_title(figure, chart.title, chart.note, 0)
+    memory = _MemoryAxes(figure, TOP, STEP_HEIGHT - TOP - BOTTOM, peak, chart.limit_bytes)
     low, high = float(chart.edges[0]), float(chart.edges[-1])
-    across = linear_axis(low, high if high > low else low + 1, LEFT * SCALE, (WIDTH - RIGHT) * SCALE)
-    _draw_title(pen, chart.title, chart.note, top)
-    _draw_passes(pen, chart.passes, across, down)
-    _draw_grid(pen, across, down, _byte_unit(highest))
-    _draw_areas(pen, chart, order, across, down)
-    for tick in across.ticks:
-        text = across.tick_label(tick)
-        x = across.to_pixel(tick) - text_width(text, 13 * SCALE) / 2
-        pen.text((x, down.low_px + 8 * SCALE), text, MUTED, load_font(13 * SCALE))
-    pen.text((across.low_px, down.low_px + 30 * SCALE), drawable_text(chart.unit), MUTED, load_font(13 * SCALE))
-    _draw_limit(pen, chart.limit_bytes, chart.limit_name, down)
+    memory.axes.set_xlim(low, high if high > low else low + 1)
+    memory.axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+    memory.axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+    memory.axes.grid(True, axis="x", color=FAINT_RULE, linewidth=points(1))
+    _draw_passes(memory, chart.passes)
+    _draw_areas(memory, chart, order)
+    add_text(figure, LEFT, memory.bottom + 32, chart.unit, 13)
+    _draw_limit(memory, chart.limit_bytes, chart.limit_name)
     at = int(total.argmax()) if len(total) else 0
-    _draw_peak(
-        pen, across.to_pixel(float(chart.edges[at] + chart.edges[at + 1]) / 2), down.to_clamped_pixel(highest), highest
-    )
+    _draw_peak(memory, float(chart.edges[at] + chart.edges[at + 1]) / 2, peak)
     at_peak = {name: float(chart.bytes_by_class[name][at]) for name in order}
-    _draw_legend(pen, "at the peak", at_peak, highest, top)
+    _draw_legend(figure, "at the peak", at_peak, peak, TOP)
 
 
-def _draw_areas(
-    pen: ImageDraw, chart: StepMemoryChart, order: Sequence[str], across: ChartAxis, down: ChartAxis
-) -> None:
-    """One column of pixels at a time, each as high as its fullest moment: no peak is lost however many moments are in
-    a column."""
-    first, last = int(across.low_px), int(across.high_px)
-    columns = np.arange(first, last + 1, SCALE, dtype=np.float64)  # of the finished picture
-    low, high = across.low, across.high
-    begin = low + (columns - first) / max(1, last - first) * (high - low)
-    owner = np.clip(np.searchsorted(chart.edges, begin, side="right") - 1, 0, len(chart.edges) - 2)
-    until = np.clip(np.searchsorted(chart.edges, np.append(begin[1:], high), side="left"), owner + 1, None)
-    values = np.stack([chart.bytes_by_class[name] for name in order]) if order else np.zeros((0, 1))
+def _draw_areas(memory: _MemoryAxes, chart: StepMemoryChart, order: Sequence[str]) -> None:
+    """The stacked classes, one column per pixel. A column shows the fullest of its intervals, so that no peak is lost
+    however many intervals share a pixel."""
+    begins = np.linspace(*memory.axes.get_xlim(), PLOT_WIDTH + 1)
+    first = np.clip(np.searchsorted(chart.edges, begins[:-1], side="right") - 1, 0, len(chart.edges) - 2)
+    until = np.maximum(np.searchsorted(chart.edges, begins[1:], side="left"), first + 1)
+    values = np.array([chart.bytes_by_class[name] for name in order]).reshape(len(order), len(chart.edges) - 1)
     total = values.sum(axis=0)
-    for column, one, end in zip(columns.tolist(), owner.tolist(), until.tolist(), strict=True):
-        fullest = one + int(total[one:end].argmax())
-        y, below = down.low_px, 0.0
-        for name, value in zip(order, values[:, fullest].tolist(), strict=True):
-            below += value
-            above = down.to_clamped_pixel(below)
-            if above < y:
-                pen.rectangle((column, above, column + SCALE - 1, y), fill=COLOURS.get(name, OTHER_COLOUR))
-            y = above
+    fullest = [one + int(total[one:end].argmax()) for one, end in zip(first.tolist(), until.tolist(), strict=True)]
+    lower = np.zeros(PLOT_WIDTH + 1)
+    for name, upper in zip(order, np.cumsum(values[:, [*fullest, fullest[-1]]], axis=0) / memory.unit, strict=True):
+        colour, present = COLOURS.get(name, OTHER_COLOUR), upper > lower
+        memory.axes.fill_between(
+            begins, lower, upper, where=present, step="post", color=colour, linewidth=EDGE_WIDTH, zorder=2
+        )
+        lower = upper
 
 
-def _draw_passes(pen: ImageDraw, passes: Sequence[PassBand], across: ChartAxis, down: ChartAxis) -> None:
+def _draw_passes(memory: _MemoryAxes, passes: Sequence[PassBand]) -> None:
+    """A band behind every other pass, and their names above. A name that is wider than its pass is left out; the last
+    name is always drawn, and ends at the right edge at the latest."""
     for number, one in enumerate(passes):
-        left, right = across.to_clamped_pixel(one.begin), across.to_clamped_pixel(one.end)
         if number % 2 == 0:
-            pen.rectangle((left, down.high_px, right, down.low_px), fill=BAND_COLOUR)
-        name = drawable_text(one.name)
-        width = text_width(name, 13 * SCALE)
-        if width <= right - left or number == len(passes) - 1:  # the last one may stand out to the left
-            x = min((left + right - width) / 2, across.high_px - width)
-            pen.text((x, down.high_px - 20 * SCALE), name, MUTED, load_font(13 * SCALE))
+            memory.axes.axvspan(one.begin, one.end, color=BAND_COLOUR, linewidth=0, zorder=0)
+        left, right = memory.pixel(one.begin, 0)[0], memory.pixel(one.end, 0)[0]
+        middle = (left + right) / 2
+        name = add_text(memory.figure, middle, memory.top - 8, one.name, 13, ha="center", va="bottom")
+        width = name.get_window_extent().width
+        if number == len(passes) - 1:
+            name.set_x(min(middle, LEFT + PLOT_WIDTH - width / 2) / WIDTH)
+        elif width > right - left:
+            name.remove()
 
 
-def _draw_what_if(pen: ImageDraw, what_if: WhatIfChart, top: int) -> None:
-    totals = [sum(bar.bytes_by_class.values()) for bar in what_if.bars]
-    highest = float(max([*totals, 1]))
-    floor = top + WHAT_IF_HEIGHT - BOTTOM - 44
-    down = _bytes_axis(
-        max(highest, float(what_if.limit_bytes or 0)), highest, top, floor - top + BOTTOM, what_if.limit_bytes
-    )
-    across = linear_axis(0.0, float(max(1, len(what_if.bars))), LEFT * SCALE, (WIDTH - RIGHT) * SCALE)
-    _draw_title(
-        pen,
-        what_if.title,
-        "the fullest phase with everything on the GPU, and the time of a step as the run does it: modelled",
-        top,
-    )
-    _draw_grid(pen, across, down, _byte_unit(highest), upright=False)
+def _draw_peak(memory: _MemoryAxes, time: float, peak: float) -> None:
+    """A dark label with a small arrow that points at the peak."""
+    from matplotlib.patches import Polygon
+
+    x, y = memory.pixel(time, peak)
+    text = add_text(memory.figure, x, y - 18, f"peak {bytes_text(peak)}", 13, ha="center", va="center", color=CARD)
+    text.set_zorder(5)
+    half = text.get_window_extent().width / 2 + 6
+    middle = min(max(x, LEFT + half), LEFT + PLOT_WIDTH - half)
+    text.set_x(middle / WIDTH)
+    _draw_rectangle(memory.figure, middle - half, y - 29, 2 * half, 22, INK, zorder=4)
+    up = memory.figure.bbox.height - y
+    corners = [(x - 5, up + 8), (x + 5, up + 8), (x, up + 1)]
+    memory.figure.add_artist(Polygon(corners, transform=None, color=INK, linewidth=0, zorder=4))
+
+
+# ── what-if bars ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _draw_what_if(figure: Figure, what_if: WhatIfChart, top: int) -> None:
+    highest = float(max([sum(bar.bytes_by_class.values()) for bar in what_if.bars] + [1]))
+    note = "the fullest phase with everything on the GPU, and the time of a step under the run's plan: modelled"
+    _draw_title(figure, what_if.title, note, top)
+    height = WHAT_IF_HEIGHT - TOP - BOTTOM - BAR_TEXT_HEIGHT
+    memory = _MemoryAxes(figure, top + TOP, height, highest, what_if.limit_bytes)
+    memory.axes.set_xlim(0, max(1, len(what_if.bars)))
+    memory.axes.set_xticks([])
+    _draw_limit(memory, what_if.limit_bytes, what_if.limit_name)
     order = stacking_order(
         sorted({name for bar in what_if.bars for name, size in bar.bytes_by_class.items() if size > 0})
     )
-    bar_width = (across.high_px - across.low_px) / max(1, len(what_if.bars))
-    middles = [across.low_px + (number + 0.5) * bar_width for number in range(len(what_if.bars))]
-    tops = [
-        _draw_bar(pen, bar, order, middle, min(bar_width * 0.56, 150 * SCALE), down)
-        for bar, middle in zip(what_if.bars, middles, strict=True)
-    ]
-    _draw_limit(pen, what_if.limit_bytes, what_if.limit_name, down)
-    for bar, middle, y in zip(what_if.bars, middles, tops, strict=True):
-        _draw_bar_text(pen, bar, middle, bar_width, y, down)
+    slot_px = PLOT_WIDTH / max(1, len(what_if.bars))
+    for number, bar in enumerate(what_if.bars):
+        below, width = 0.0, min(slot_px * 0.56, MAX_BAR_WIDTH) / slot_px
+        for name in order:
+            if size := bar.bytes_by_class.get(name, 0) / memory.unit:
+                colour = COLOURS.get(name, OTHER_COLOUR)
+                memory.axes.bar(
+                    number + 0.5, size, width, below, color=colour, edgecolor=colour, linewidth=EDGE_WIDTH, zorder=2
+                )
+            below += size
+        _draw_bar_text(memory, bar, number + 0.5, slot_px - 6)
     current = next((bar for bar in what_if.bars if bar.current), None)
     shown = current or max(what_if.bars, key=lambda bar: sum(bar.bytes_by_class.values()), default=None)
     if shown is not None:
-        at = {name: float(shown.bytes_by_class.get(name, 0)) for name in order}
-        _draw_legend(pen, f"at {shown.label}", at, float(sum(shown.bytes_by_class.values())), top)
+        sizes = {name: float(shown.bytes_by_class.get(name, 0)) for name in order}
+        _draw_legend(figure, f"at {shown.label}", sizes, float(sum(shown.bytes_by_class.values())), top + TOP)
 
 
-def _draw_bar(
-    pen: ImageDraw, bar: WhatIfBar, order: Sequence[str], middle: float, width: float, down: ChartAxis
-) -> float:
-    """The bar; where it ends."""
-    left, right, y, below = middle - width / 2, middle + width / 2, down.low_px, 0.0
-    for name in order:
-        below += bar.bytes_by_class.get(name, 0)
-        above = down.to_clamped_pixel(below)
-        if above < y:
-            pen.rectangle((left, above, right, max(above, y - 1)), fill=COLOURS.get(name, OTHER_COLOUR))
-        y = above
-    return y
-
-
-def _draw_bar_text(
-    pen: ImageDraw, bar: WhatIfBar, middle: float, available_width: float, y: float, down: ChartAxis
-) -> None:
-    """Its size above it, over the line of the limit; its value, time and note below."""
-    if total := sum(bar.bytes_by_class.values()):
-        text = bytes_text(total)
-        left = middle - text_width(text, 14 * SCALE) / 2
-        pen.rectangle((left - 4 * SCALE, y - 22 * SCALE, 2 * middle - left + 4 * SCALE, y - 4 * SCALE), fill=CARD)
-        pen.text((left, y - 22 * SCALE), text, INK, load_font(14 * SCALE))
+def _draw_bar_text(memory: _MemoryAxes, bar: WhatIfBar, x: float, max_width: float) -> None:
+    """The size above the bar, in front of the grid and the limit's line; value, time and note below it."""
+    total = sum(bar.bytes_by_class.values())
+    middle, end = memory.pixel(x, total)
+    if total:
+        _draw_label(memory.figure, middle, end - 12, bytes_text(total), INK, ha="center")
     label = bar.label + (" (as configured)" if bar.current else "")
     seconds = "" if bar.seconds is None else f"{step_duration_text(bar.seconds)} a step"
-    for line, size, colour, at in (
-        (label, 15, INK, 10),
-        (seconds or bar.note, 13, MUTED, 32),
-        (bar.note if seconds else "", 13, MUTED, 50),
-    ):
-        text = shorten_line(drawable_text(line), int(available_width - 6 * SCALE), size * SCALE)
-        place = (middle - text_width(text, size * SCALE) / 2, down.low_px + at * SCALE)
-        pen.text(place, text, colour, load_font(size * SCALE))
+    lines = ((label, 14, 10, INK), (seconds or bar.note, 13, 32, MUTED), (bar.note if seconds else "", 13, 50, MUTED))
+    for text, size, below, colour in lines:
+        add_text(
+            memory.figure, middle, memory.bottom + below, text, size, max_width=max_width, ha="center", color=colour
+        )
 
 
-def _bytes_axis(reach: float, highest: float, top: int, height: int, limit: int | None) -> ChartAxis:
-    """Up to the limit or the highest value, and a little more. A limit far above a small step would flatten it: then
-    the axis ends above the step, and the limit is told in words."""
-    if limit is not None and limit > 6 * highest:
-        reach = highest
-    unit = _byte_unit(highest)[0]
-    axis = linear_axis(0.0, reach * 1.12 / unit, (top + height - BOTTOM) * SCALE, (top + TOP) * SCALE)
-    ticks = tuple(tick * unit for tick in axis.ticks)
-    return ChartAxis(0.0, reach * 1.12, axis.low_px, axis.high_px, ticks, axis.scale, axis.decimals)
+# ── parts of both ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _byte_unit(highest: float) -> tuple[float, str]:
-    return next(
-        (unit for unit in ((float(GIB), "GiB"), (float(MIB), "MiB")) if highest >= unit[0]), (float(KIB), "KiB")
-    )
+def _draw_title(figure: Figure, title: str, note: str, top: int) -> None:
+    add_text(figure, LEFT, top + 16, title, 20, max_width=WIDTH - LEFT - 24, color=INK)
+    add_text(figure, LEFT, top + 47, note, 13, max_width=WIDTH - LEFT - 24)
 
 
-def _draw_grid(
-    pen: ImageDraw, across: ChartAxis, down: ChartAxis, unit: tuple[float, str], upright: bool = True
-) -> None:
-    left, right = across.low_px, across.high_px
-    for tick in down.ticks:
-        y = down.to_pixel(tick)
-        pen.line((left, y, right, y), fill=RULE, width=SCALE)
-        text = f"{tick / unit[0]:,.{down.decimals or 0}f}"
-        pen.text((left - 8 * SCALE - text_width(text, 13 * SCALE), y - 8 * SCALE), text, MUTED, load_font(13 * SCALE))
-    if upright:
-        for tick in across.ticks:
-            pen.line(
-                (across.to_pixel(tick), down.low_px, across.to_pixel(tick), down.high_px), fill="#efeeea", width=SCALE
-            )
-    pen.line((left, down.low_px, right, down.low_px), fill=MUTED, width=SCALE)
-    pen.text((16 * SCALE, down.high_px - 20 * SCALE), unit[1], MUTED, load_font(13 * SCALE))
-
-
-def _draw_limit(pen: ImageDraw, limit: int | None, name: str, down: ChartAxis) -> None:
-    """A broken line across the chart, with its name; words alone where the line would be far above."""
+def _draw_limit(memory: _MemoryAxes, limit: int | None, name: str) -> None:
+    """A dashed line with the machine's name; only the name, in the margin, if the limit is above the axes."""
     if limit is None:
         return
-    left, right = LEFT * SCALE, (WIDTH - RIGHT) * SCALE
-    text = shorten_line(drawable_text(f"{name}: {bytes_text(limit)}"), right - left, 13 * SCALE)
-    if down.is_above(float(limit)):  # in the margin: there is nothing of the chart that it could be beside
-        place = ((WIDTH - RIGHT + 22) * SCALE, down.high_px - 22 * SCALE)
-        pen.text(place, _shorten(f"{name}: {bytes_text(limit)}", RIGHT - 26), LIMIT_COLOUR, load_font(13 * SCALE))
+    text = f"{name}: {bytes_text(limit)}"
+    if limit > memory.reach * 1.12:
+        left = WIDTH - RIGHT + 22
+        add_text(memory.figure, left, memory.top - 22, text, 13, max_width=RIGHT - 26, color=LIMIT_COLOUR)
         return
-    y = down.to_pixel(float(limit))
-    for x in range(left, right, 14 * SCALE):
-        pen.line((x, y, min(right, x + 9 * SCALE), y), fill=LIMIT_COLOUR, width=2 * SCALE)
-    width = text_width(text, 13 * SCALE)
-    pen.rectangle((left + 6 * SCALE, y - 20 * SCALE, left + 14 * SCALE + width, y - 3 * SCALE), fill=CARD)
-    pen.text((left + 10 * SCALE, y - 20 * SCALE), text, LIMIT_COLOUR, load_font(13 * SCALE))
+    memory.axes.axhline(limit / memory.unit, color=LIMIT_COLOUR, linewidth=points(2), dashes=(4.5, 2.5), zorder=3)
+    _draw_label(memory.figure, LEFT + 10, memory.pixel(0, limit)[1] - 12, text, LIMIT_COLOUR)
 
 
-def _draw_peak(pen: ImageDraw, x: float, y: float, highest: float) -> None:
-    text = f"peak {bytes_text(highest)}"
-    width = text_width(text, 14 * SCALE)
-    left = min(max(x - width / 2, LEFT * SCALE + 4 * SCALE), (WIDTH - RIGHT) * SCALE - width - 4 * SCALE)
-    box = (left - 5 * SCALE, y - 28 * SCALE, left + width + 5 * SCALE, y - 8 * SCALE)
-    pen.polygon([(x - 5 * SCALE, y - 8 * SCALE), (x + 5 * SCALE, y - 8 * SCALE), (x, y - 1 * SCALE)], fill=INK)
-    pen.rectangle(box, fill=INK)
-    pen.text((left, y - 27 * SCALE), text, CARD, load_font(14 * SCALE))
-
-
-def _draw_legend(pen: ImageDraw, heading: str, bytes_by_class: Mapping[str, float], total: float, top: int) -> None:
-    """Classes from the top of the stack downwards, with what they take."""
-    left, y = (WIDTH - RIGHT + 22) * SCALE, (top + TOP) * SCALE
-    pen.text((left, y), _shorten(heading, RIGHT - 30), MUTED, load_font(13 * SCALE))
+def _draw_legend(figure: Figure, heading: str, bytes_by_class: Mapping[str, float], total: float, top: float) -> None:
+    """The classes from the top of the stack to its bottom, with their sizes."""
+    left, y = WIDTH - RIGHT + 22, top
+    add_text(figure, left, y, heading, 13, max_width=RIGHT - 30)
     for name in reversed(list(bytes_by_class)):
-        y += 34 * SCALE
-        square = (left, y + 3 * SCALE, left + 13 * SCALE, y + 16 * SCALE)
-        pen.rectangle(square, fill=COLOURS.get(name, OTHER_COLOUR))
-        pen.text((left + 22 * SCALE, y), _shorten(name, RIGHT - 60), INK, load_font(14 * SCALE))
-        pen.text((left + 22 * SCALE, y + 16 * SCALE), bytes_text(bytes_by_class[name]), MUTED, load_font(12 * SCALE))
-    y += 44 * SCALE
-    pen.line((left, y - 5 * SCALE, (WIDTH - 20) * SCALE, y - 5 * SCALE), fill=RULE, width=SCALE)
-    pen.text((left + 22 * SCALE, y), f"together {bytes_text(total)}", INK, load_font(14 * SCALE))
+        y += 34
+        _draw_rectangle(figure, left, y + 2, 13, 13, COLOURS.get(name, OTHER_COLOUR))
+        add_text(figure, left + 22, y, name, 13, max_width=RIGHT - 60, color=INK)
+        add_text(figure, left + 22, y + 17, bytes_text(bytes_by_class[name]), 11)
+    y += 44
+    _draw_rectangle(figure, left, y - 6, WIDTH - 20 - left, 1, RULE)
+    add_text(figure, left + 22, y + 1, f"total {bytes_text(total)}", 13, color=INK)
 
 
-def _draw_title(pen: ImageDraw, title: str, note: str, top: int) -> None:
-    available_width = (WIDTH - LEFT - 24) * SCALE
-    pen.text(
-        (LEFT * SCALE, (top + 16) * SCALE),
-        shorten_line(drawable_text(title), available_width, 22 * SCALE),
-        INK,
-        load_font(22 * SCALE),
-    )
-    pen.text(
-        (LEFT * SCALE, (top + 46) * SCALE),
-        shorten_line(drawable_text(note), available_width, 14 * SCALE),
-        MUTED,
-        load_font(14 * SCALE),
-    )
+def _draw_label(figure: Figure, x: float, y: float, text: str, colour: str, ha: str = "left") -> None:
+    """Text whose middle is at height `y`, on a rectangle that hides grid and lines behind it."""
+    label = add_text(figure, x, y, text, 13, max_width=PLOT_WIDTH - 20, ha=ha, va="center", color=colour)
+    label.set_zorder(5)
+    extent = label.get_window_extent()
+    _draw_rectangle(figure, extent.x0 - 4, y - 9, extent.width + 8, 18, CARD, zorder=4)
 
 
-def _shorten(text: str, width: int) -> str:
-    return shorten_line(drawable_text(text), width * SCALE, 13 * SCALE)
+def _draw_rectangle(
+    figure: Figure, left: float, top: float, width: float, height: float, colour: str, zorder: float = 1
+) -> None:
+    """A filled rectangle, in pixels from the upper left corner."""
+    from matplotlib.patches import Rectangle
+
+    corner = (left, figure.bbox.height - top - height)
+    figure.add_artist(Rectangle(corner, width, height, transform=None, color=colour, linewidth=0, zorder=zorder))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.load import LoadedConfig
 from supertuner.core.durable import write_bytes
 from supertuner.core.errors import SuperTunerError
@@ -51,7 +52,8 @@ def preview_dataset(loaded: LoadedConfig, out: Path, *, epoch: int = 0) -> int:
     with ConsoleSink(set_aside_hint="`supertuner stage` lists them all") as console:
         for note in loaded.notes:
             console.emit(note)
-        with open_corpus(config, host=host, sink=console, progress=console, life=arena_lifetime(config)) as corpus:
+        context = RunContext(out.parent, console, console, host)
+        with open_corpus(config, context, life=arena_lifetime(config)) as corpus:
             return write_preview(corpus, out, epoch=epoch, threads=config.loader.num_workers or host.cpus())
 
 

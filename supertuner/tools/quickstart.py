@@ -15,10 +15,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+from supertuner.arena.run_context import RunContext
 from supertuner.core.durable import write_bytes
 from supertuner.core.errors import SuperTunerError
 from supertuner.core.events import NullSink
 from supertuner.data.corpus_loader import open_corpus
+from supertuner.runs.loss_files import HELD_OUT_FILE, read_held_out_losses
 from supertuner.tools import shapes
 from supertuner.tools.preview import write_preview
 from supertuner.tools.session import RunSession, arena_lifetime, load_command_config, open_session
@@ -73,7 +75,7 @@ def run_quickstart(folder: Path, sets: Sequence[str] = ()) -> QuickstartResult:
         stage_all_datasets(run_session)
         _write_contact_sheet(run_session, folder / CONTACT_SHEET_FILE)
         trained = train_in_session(run_session)
-    before, after = _first_and_last_held_out_loss(trained.run_dir / "validation.jsonl")
+    before, after = _first_and_last_held_out_loss(trained.run_dir / HELD_OUT_FILE)
     _write_comparison(trained, folder / COMPARISON_FILE)
     return QuickstartResult(
         config,
@@ -126,17 +128,15 @@ def prepare_data(folder: Path) -> Path:
 
 
 def _write_contact_sheet(run_session: RunSession, out: Path) -> None:
-    quiet = NullSink()  # all that there is to tell was told when it was staged
-    with open_corpus(
-        run_session.config, host=run_session.host, sink=quiet, progress=quiet, life=arena_lifetime(run_session.config)
-    ) as corpus:
+    quiet = NullSink()  # staging has reported everything already
+    context = RunContext(run_session.run_dir, quiet, quiet, run_session.host)
+    with open_corpus(run_session.config, context, life=arena_lifetime(run_session.config)) as corpus:
         write_preview(corpus, out, threads=run_session.host.cpus())
 
 
 def _first_and_last_held_out_loss(log: Path) -> tuple[float, float]:
     """Held-out loss at the first and at the last validation."""
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    losses = [row["loss"] for row in rows if row["expert"] is None]
+    losses = [record.loss for record in read_held_out_losses(log) if record.expert is None and record.loss is not None]
     return losses[0], losses[-1]
 
 

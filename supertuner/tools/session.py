@@ -16,8 +16,8 @@ from supertuner.config.sources.load import LoadedConfig, load_config
 from supertuner.core.errors import ConfigError, SourceError
 from supertuner.core.events import DecisionEvent, NoteEvent, NullSink, Sink, TeeSink
 from supertuner.core.host import HostFacts
-from supertuner.data.arena_homes import dataset_home_path
-from supertuner.data.staging.reuse import find_staged_arena
+from supertuner.data.staging.arena_lookup import dataset_home_path
+from supertuner.data.staging.arena_lookup import find_staged_arena
 from supertuner.sinks.console import ConsoleSink
 from supertuner.sinks.run_folder import RunFolder
 from supertuner.sinks.saved_config import SavedConfig

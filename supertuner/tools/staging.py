@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from supertuner.arena.run_context import RunContext
 from supertuner.core.types import bytes_text
 from supertuner.data.corpus_loader import dataset_stagers
 from supertuner.data.staging.result import StageResult
@@ -11,9 +12,8 @@ from supertuner.tools.session import RunSession, arena_lifetime
 def stage_all_datasets(run_session: RunSession) -> list[StageResult]:
     """Stage every dataset, or find that nothing changed."""
     life = arena_lifetime(run_session.config)
-    stager_assignments = dataset_stagers(
-        run_session.config, run_session.host, run_session.sink, run_session.console, life
-    )
+    context = RunContext(run_session.run_dir, run_session.sink, run_session.console, run_session.host)
+    stager_assignments = dataset_stagers(run_session.config, context, life)
     return [stager.stage(dataset, place) for stager, dataset, place in stager_assignments]
 
 

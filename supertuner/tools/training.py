@@ -50,17 +50,18 @@ def train_in_session(
 ) -> TrainingResult:
     """The same within a session that is open already. `also` gets everything that is reported, each step included."""
     with run_session.console.phase("loading libraries"):
+        from supertuner.arena.run_context import RunContext
         from supertuner.distributed.process_group import rank_zero_first
-        from supertuner.distributed.same_config import require_same_config, settings_to_compare
-        from supertuner.distributed.setup import open_process_group
+        from supertuner.distributed.same_start import require_same_config, settings_to_compare
+        from supertuner.distributed.torch_process_group import open_process_group
         from supertuner.distributed.watchdog.heartbeat import Heartbeat, HeartbeatProgress, HeartbeatSink
         from supertuner.plan.forecast.preflight import preflight_check
-        from supertuner.plan.forecast.report import forecast_json
+        from supertuner.runs.loss_files import LOSSES_FILE
         from supertuner.tools.loss_curve import draw_curve
         from supertuner.train.export.export import export
         from supertuner.train.loop import train as run_loop
-        from supertuner.train.run.loss_log import LOSSES_FILE
-        from supertuner.train.setup import RunContext, open_run, select_device
+        from supertuner.train.run_checks import select_device
+        from supertuner.train.setup import open_run
     config, run_dir = run_session.config, run_session.run_dir
     device = select_device(config.train.device, run_session.launcher)
     pulse = Heartbeat()
@@ -83,15 +84,13 @@ def train_in_session(
                 NoteEvent("parallel.strategy", '"fsdp" has no effect: one process has all weights anyway')
             )
         if run_model is not None and run_session.launcher.is_main_process:
-            write_json(run_dir / FORECAST_FILE, forecast_json(run_model.forecast))
+            write_json(run_dir / FORECAST_FILE, run_model.forecast.to_dict())
         planning = None if run_model is None else run_model.planner
         reports = open_report_sinks(run_session, stack)
         sink = HeartbeatSink(reports if extra_sink is None else TeeSink(reports, extra_sink), pulse)
-        outside = RunContext(sink, progress, run_session.host)
+        context = RunContext(run_dir, sink, progress, run_session.host)
         run = stack.enter_context(
-            open_run(
-                config, run_dir.name, run_dir, outside, resume=resume, process_group=process_group, planning=planning
-            )
+            open_run(config, context, resume=resume, process_group=process_group, planner=planning)
         )
         ending = run_loop(run)
         exports = () if ending.stopped_by else tuple(export(run))

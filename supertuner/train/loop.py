@@ -1,35 +1,34 @@
-"""The loop: window after window, one optimizer step each; what is due is done between two windows and changes nothing.
+"""The training loop: one optimizer step per window; validations, checkpoints and requests come between two windows.
 
-Validation comes before a checkpoint of the same step: what a checkpoint says is done, is done. So a run that was killed
-at any moment and resumed ends with the same files as one that was not.
+Nothing between windows changes the run. The validation of a step comes before its checkpoint, so whatever a checkpoint
+counts as done is done. Therefore a run that was killed at any moment and resumed ends with the same files as one that
+was not.
 """
 
 from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from supertuner.core.errors import CollectiveError, ModelError, NonFiniteError, SuperTunerError, TrainError
 from supertuner.core.events import NoteEvent, WarningEvent
+from supertuner.memory.out_of_memory import explain_out_of_memory, release_unused_memory
 from supertuner.models.objective.diffusion import noise_seed
 from supertuner.optim.schedule import ramp_change_text, window_samples
 from supertuner.runs.requests import RequestInbox, RunRequest
 from supertuner.sinks import training_events as training
 from supertuner.step.batch import StepBatch
 from supertuner.step.window import WindowResult, train_window
-from supertuner.train.checkpoint.async_saver import CheckpointSaver
-from supertuner.train.checkpoint.save_job import SaveCallback
+from supertuner.train.checkpoint.async_saver import CheckpointSaver, SaveCallback
 from supertuner.train.run.dataloader import TrainingWindow
-from supertuner.train.run.loss_log import LossRecord
-from supertuner.memory.out_of_memory import explain_out_of_memory, release_unused_memory
 from supertuner.train.run.training_run import TrainingRun
 from supertuner.train.signals import TrainingSignals
 from supertuner.train.validation.validate import validate
 
 RATES_EVERY_STEPS = 10
-"""How often the rates of single weights are counted, where they have their own: it reads them all."""
+"""For optimizers with a learning rate per weight: how often their spread is reported, which reads all of them."""
 OUT_OF_MEMORY_REMEDY = 'lower train.batch_size, set train.gradient_checkpointing: true, or model.base_weights: "int8"'
 
 
@@ -38,12 +37,12 @@ class TrainingOutcome:
     """How the loop ended."""
 
     stopped_by: str | None
-    """The signal that stopped it; None: all steps are done."""
+    """The name of the signal that stopped it; None: all steps are done."""
     seconds: float
 
 
 def train(run: TrainingRun) -> TrainingOutcome:
-    """Train from the run's step to its end, or until a signal asks to stop."""
+    """Train from the run's step to its last one, or until a signal requests a stop."""
     started_s = time.perf_counter()
     settings = run.config.validation
     with (
@@ -52,7 +51,7 @@ def train(run: TrainingRun) -> TrainingOutcome:
         CheckpointSaver(run) as saver,
         run.dataloader() as loader,
     ):
-        run.sink.emit(
+        run.context.sink.emit(
             training.train_begin_event(
                 step=run.step,
                 steps=run.schedule.total_steps,
@@ -80,16 +79,13 @@ def train(run: TrainingRun) -> TrainingOutcome:
 
 
 def _train_step(run: TrainingRun, window: TrainingWindow) -> None:
-    """One optimizer step, logged and reported."""
-    plan, expert_state, started_s = (
-        window.plan,
-        run.expert_states[window.plan.expert_index],
-        time.perf_counter() - window.waited_s,
-    )
+    """Do one optimizer step, log it and report it."""
+    plan, started_s = window.plan, time.perf_counter() - window.waited_s
+    expert_state = run.expert_states[plan.expert_index]
     if run.schedule.window_size_changes_at(plan.step):
-        size = window_samples(plan.positions.start, run.schedule.ramp)  # the last window may be shorter than that
+        size = window_samples(plan.positions.start, run.schedule.ramp)  # the last window may be shorter
         text = ramp_change_text(size, run.config.train.batch_size, run.process_group.world_size)
-        run.sink.emit(NoteEvent("ramp", text))
+        run.context.sink.emit(NoteEvent("ramp", text))
     rate = expert_state.optimizer.base_learning_rate * run.lr_factor(plan.step)
     with explain_out_of_memory(
         f"step {plan.step + 1} does", lambda: run.memory.out_of_memory_remedy(OUT_OF_MEMORY_REMEDY)
@@ -99,29 +95,17 @@ def _train_step(run: TrainingRun, window: TrainingWindow) -> None:
             (_move_to_device(run, batch) for batch in window),
             samples=len(plan.positions),
             learning_rate=rate,
-            options=run.step_options,
-            reduction=run.process_group.reduction,
+            options=replace(run.step_options, reduction=run.process_group.reduction),
             micro_batches=plan.local_batches,
             seed=noise_seed(run.config.run.seed, plan.local_positions.start),
         )
     run.step += 1
     expert, samples = expert_state.expert.name, plan.positions.stop
-    run.loss_log.append(LossRecord(run.step, samples, len(plan.positions), expert, result.loss, result.grad_norm, rate))
-    took_s = time.perf_counter() - started_s  # what is reported takes time of its own, and may wait for somebody
-    run.sink.emit(
-        training.train_step_event(
-            step=run.step,
-            samples=samples,
-            samples_in_window=len(plan.positions),
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            learning_rate=rate,
-            expert=expert,
-            seconds=took_s,
-            waited_s=window.waited_s,
-        )
-    )
-    run.memory.after_step(run.step, run.sink)
+    record = training.StepRecord(run.step, samples, len(plan.positions), expert, result.loss, result.grad_norm, rate)
+    run.loss_log.append(record)
+    took_s = time.perf_counter() - started_s  # before reporting, which takes time itself
+    run.context.sink.emit(training.train_step_event(record, seconds=took_s, waited_s=window.waited_s))
+    run.memory.after_step(run.step, run.context.sink)
     if run.offload is not None:
         if refusal := run.memory.new_refusal():
             run.offload.note_refusal(refusal)
@@ -132,15 +116,14 @@ def _train_step(run: TrainingRun, window: TrainingWindow) -> None:
 
 
 def _report_rates(run: TrainingRun) -> None:
-    spreads = {trainee.expert.name: trainee.optimizer.learning_rate_spread() for trainee in run.expert_states}
+    spreads = {state.expert.name: state.optimizer.learning_rate_spread() for state in run.expert_states}
     figures = {expert: spread.figures() for expert, spread in spreads.items() if spread is not None}
     if figures:
-        run.sink.emit(training.train_rates_event(run.step, figures))
+        run.context.sink.emit(training.train_rates_event(run.step, figures))
 
 
 def _move_to_device(run: TrainingRun, batch: StepBatch) -> StepBatch:
-    """The batch where the step computes. What lies in unified memory is on its way there, and was counted; a copy gets
-    its hints here."""
+    """The batch on the device. One in unified memory has its hints already; a copy gets them here."""
     placed = batch.to(run.device)
     if placed is not batch:
         run.memory.hint_batch(placed)
@@ -148,7 +131,7 @@ def _move_to_device(run: TrainingRun, batch: StepBatch) -> StepBatch:
 
 
 def _check_finite(run: TrainingRun, result: WindowResult) -> None:
-    """Losses that are no numbers: each is told with its samples, and too many in a row end the run."""
+    """Warn of a window that is not finite, naming its samples; NonFiniteError after `train.max_nonfinite` in a row."""
     if result.finite or result.overflowed:
         run.nonfinite_windows = 0
         return
@@ -158,54 +141,58 @@ def _check_finite(run: TrainingRun, result: WindowResult) -> None:
     description = f"step {run.step}: loss {result.loss}, gradient norm {result.grad_norm}; samples: {suspects}"
     if run.nonfinite_windows >= limit:
         raise NonFiniteError(
-            f"{description}; {run.nonfinite_windows} windows in a row were not finite (train.max_nonfinite), and none of them changed "
-            "a weight. Look at these samples, lower the learning rate, or resume from an earlier checkpoint"
+            f"{description}; {run.nonfinite_windows} windows in a row were not finite (train.max_nonfinite), and none "
+            "of them changed a weight. Check these samples, lower the learning rate, or resume from an earlier "
+            "checkpoint"
         )
-    run.sink.emit(
+    run.context.sink.emit(
         WarningEvent(
-            "train", f"{description}; the window is left out ({run.nonfinite_windows} in a row, {limit} end the run)"
+            "train", f"{description}; the window is skipped ({run.nonfinite_windows} in a row, {limit} end the run)"
         )
     )
 
 
 def _suspects_text(run: TrainingRun, result: WindowResult) -> str:
-    """The samples of all processes that may have spoilt a window, by name."""
+    """Names of the samples, over all ranks, that may have caused the window to be not finite."""
     messages = run.process_group.all_gather(
         ",".join(map(str, (int(result.has_nonfinite_loss), *result.suspect_positions))).encode()
     )
-    reports = [[int(number) for number in one.decode().split(",")] for one in messages]
-    guilty = [position for one in reports if one[0] for position in one[1:]] or [p for one in reports for p in one[1:]]
-    return ", ".join(map(run.collator.sample_name, guilty[:8])) + (" …" if len(guilty) > 8 else "")
+    reports = [[int(number) for number in message.decode().split(",")] for message in messages]
+    # Ranks with a loss that is not finite come first; if there is none, the gradients overflowed somewhere.
+    suspects = [position for has_nonfinite, *positions in reports if has_nonfinite for position in positions]
+    suspects = suspects or [position for _, *positions in reports for position in positions]
+    return ", ".join(map(run.collator.sample_name, suspects[:8])) + (" …" if len(suspects) > 8 else "")
 
 
 def _validate_or_warn(run: TrainingRun) -> None:
-    """A validation that is due. One that cannot be made is told: what was trained since the last checkpoint is not
-    lost for it. (Before the first step it ends the run, which has nothing to lose then.)"""
+    """Do a scheduled validation; a failure causes a warning, so that no training is lost.
+
+    (Before the first step a failure ends the run, which has nothing to lose then.)
+    """
     try:
         validate(run)
     except (TrainError, ModelError) as error:
-        run.sink.emit(WarningEvent(f"validation of step {run.step}", f"left out: {error}"))
-    release_unused_memory(run.device)  # only now does nothing hold what a failed one had loaded
+        run.context.sink.emit(WarningEvent(f"validation of step {run.step}", f"skipped: {error}"))
+    release_unused_memory(run.device)  # after the `except` block, whose error kept loaded models alive
 
 
 @dataclass(frozen=True, slots=True)
 class _ControlRequests:
-    """What was asked for from outside since the last window, of whichever process."""
+    """What signals and request files asked for since the last window, on any rank."""
 
     stop: str | None
     validate: bool
     pending: tuple[RunRequest, ...]
     kinds: tuple[str, ...]
-    """Of the requests: those of the first process, which answers them. All do what they ask for."""
+    """The kind of each request: rank 0 receives and answers the requests, all ranks carry them out."""
 
 
 def _collect_requests(run: TrainingRun, requests: RequestInbox | None, signals: TrainingSignals) -> _ControlRequests:
-    """Looked at once: what comes from here on counts after the next window."""
+    """Read signals and requests once: later ones count after the next window."""
     pending = () if requests is None else tuple(requests.pending())
     own_flags = [signals.stop_number, int(signals.pop_validate_request()), len(pending)]
-    if not run.process_group.all_reduce_max([int(any(own_flags))])[
-        0
-    ]:  # as nearly always; one number travels faster than three
+    (any_flag,) = run.process_group.all_reduce_max([int(any(own_flags))])
+    if not any_flag:  # nearly always; a single value is the cheapest collective
         return _ControlRequests(None, False, (), ())
     number, validation, count = run.process_group.all_reduce_max(own_flags)
     kinds: tuple[str, ...] = tuple(request.kind for request in pending)
@@ -218,14 +205,14 @@ def _collect_requests(run: TrainingRun, requests: RequestInbox | None, signals: 
 def _serve_requests(
     run: TrainingRun, saver: CheckpointSaver, requests: RequestInbox | None, requested: _ControlRequests
 ) -> None:
-    """What was asked for from outside. A request that fails is answered so; it does not end the run."""
+    """Carry out requests. One that fails is answered with its error, and does not end the run."""
     if requested.validate:
         try:
             validate(run, on_request=True)
         except CollectiveError:
             raise
         except SuperTunerError as error:
-            run.sink.emit(WarningEvent("SIGUSR1", str(error)))
+            run.context.sink.emit(WarningEvent("SIGUSR1", str(error)))
     for number, kind in enumerate(requested.kinds):
         request = None if requests is None else requested.pending[number]
         done = f"{kind} of step {run.step}"
@@ -239,7 +226,7 @@ def _serve_requests(
         except CollectiveError:
             raise
         except SuperTunerError as error:
-            run.sink.emit(WarningEvent(f"request {kind}", str(error)))
+            run.context.sink.emit(WarningEvent(f"request {kind}", str(error)))
             if requests is not None and request is not None:
                 requests.refuse(request, str(error))
         else:
@@ -249,21 +236,21 @@ def _serve_requests(
 
 
 def _answer_later(requests: RequestInbox, request: RunRequest, done: str) -> SaveCallback:
-    """A checkpoint that was asked for is written while training goes on: who asked is told once it is on disk."""
+    """A callback that answers a request for a checkpoint once it is on disk; training goes on meanwhile."""
     requests.defer(request)
 
-    def answer(made: Path | None, why: str) -> None:
-        if made is None:
-            requests.refuse(request, why)
+    def answer(path: Path | None, reason: str) -> None:
+        if path is None:
+            requests.refuse(request, reason)
         else:
-            requests.answer(request, done, made)
+            requests.answer(request, done, path)
 
     return answer
 
 
 def _open_requests(run: TrainingRun) -> AbstractContextManager[RequestInbox | None]:
-    """Those of people to the run; the first process answers them."""
-    return RequestInbox(run.folder, run.sink) if run.process_group.rank == 0 else nullcontext(None)
+    """The inbox of requests to the run, on rank 0, which answers them; None on other ranks."""
+    return RequestInbox(run.context.run_dir, run.context.sink) if run.process_group.rank == 0 else nullcontext(None)
 
 
 def _is_due(step: int, every: int | None) -> bool:
@@ -272,5 +259,5 @@ def _is_due(step: int, every: int | None) -> bool:
 
 def _finish(run: TrainingRun, started_s: float, stopped_by: str | None) -> TrainingOutcome:
     seconds = time.perf_counter() - started_s
-    run.sink.emit(training.train_end_event(step=run.step, samples=run.samples_consumed, seconds=seconds))
+    run.context.sink.emit(training.train_end_event(step=run.step, samples=run.samples_consumed, seconds=seconds))
     return TrainingOutcome(stopped_by, seconds)

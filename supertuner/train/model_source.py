@@ -1,4 +1,4 @@
-"""Which model a configuration means: its family, and where its parts are."""
+"""Opens the model that a configuration names: its family, and where its parts are."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TINY_MODEL = "tiny"
 
 
 def open_model(config: RunConfig, folder: Path, pinned_revision: str | None = None) -> tuple[Family, ModelDescription]:
-    """The model that the configuration names, as its config files describe it.
+    """The model as its config files describe it; ModelError if there is none.
 
-    `pinned` is the commit that a run on the hub's model began with: it goes on with that, whatever the branch is now.
+    `pinned_revision` is the hub commit that the run began with: a resumed run uses it, even if the branch has moved.
     """
     settings = config.model
     family = family_of(settings.family)
@@ -51,7 +51,7 @@ def _with_single_files(config: RunConfig, family: Family, model: ModelDescriptio
 
 
 def _tiny_model_path(family: Family, folder: Path) -> Path:
-    """The family's tiny model in the run's folder, made now if it is not there: whole or not at all."""
+    """The family's tiny model in the run's folder; written now, completely or not at all, if it is missing."""
     name = f"{TINY_MODEL}-{family.name}"
     target, temporary = folder / name, folder / f".making-{name}"
     if not target.exists():
@@ -59,8 +59,8 @@ def _tiny_model_path(family: Family, folder: Path) -> Path:
             shutil.rmtree(temporary)
         try:
             family.write_tiny_pipeline(temporary, 0)
-        except SafetensorError as error:  # its word for a disk that is full
-            raise ModelError(f"{target} cannot be written: {error}; make room") from error
+        except SafetensorError as error:  # raised when the disk is full
+            raise ModelError(f"{target} cannot be written: {error}; free some space") from error
         os.rename(temporary, target)
         sync_folder(folder)
     return target

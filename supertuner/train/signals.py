@@ -1,8 +1,8 @@
-"""Signals to a training process become flags that the loop looks at between windows.
+"""Turns signals to a training process into flags that the loop reads between windows.
 
-SIGINT, SIGTERM and SIGHUP, of a terminal that is closed: save and stop after this window. SIGUSR1: validate after this
-window. A second SIGINT stops at once, as Ctrl-C does elsewhere: the last checkpoint stays whole, what came after it is
-computed again.
+SIGINT, SIGTERM, and SIGHUP (the terminal was closed): save and stop after this window. SIGUSR1: validate after this
+window. A second SIGINT stops at once, like Ctrl-C elsewhere: the last checkpoint stays intact, and a resumed run
+computes again what came after it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-STOP_MESSAGE = b"\nsaving and stopping after this window; once more Ctrl-C stops at once, without saving\n"
+STOP_MESSAGE = b"\nsaving and stopping after this window; press Ctrl-C again to stop at once, without saving\n"
 STANDARD_ERROR = 2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class TrainingSignals:
-    """From `with` on, signals are ours; afterwards they are whose they were. In the main thread only."""
+    """Handles the signals inside its `with` block, and restores the previous handlers. Main thread only."""
 
     def __init__(self) -> None:
         self._stop: signal.Signals | None = None
@@ -30,12 +30,12 @@ class TrainingSignals:
 
     @property
     def stop(self) -> str | None:
-        """The signal that asks to save and stop (`SIGTERM`); None while there is none."""
+        """Name of the signal that requested to save and stop (`SIGTERM`); None if there was none."""
         return None if self._stop is None else self._stop.name
 
     @property
     def stop_number(self) -> int:
-        """The same as a number; 0 while there is none."""
+        """Number of that signal; 0 if there was none."""
         return 0 if self._stop is None else int(self._stop)
 
     @staticmethod
@@ -43,7 +43,7 @@ class TrainingSignals:
         return signal.Signals(number).name if number else None
 
     def pop_validate_request(self) -> bool:
-        """Whether a validation was asked for since the last time."""
+        """Whether SIGUSR1 came since the last call."""
         requested, self._validate = self._validate, False
         return requested
 
@@ -52,7 +52,7 @@ class TrainingSignals:
         handlers = {**dict.fromkeys(STOP_SIGNALS, self._on_stop), signal.SIGUSR1: self._on_validate}
         for number, handler in handlers.items():
             previous = signal.getsignal(number)
-            # What whoever started us chose to ignore stays ignored: a job in the background of a script, say.
+            # A signal that the parent process set to be ignored stays ignored, e.g. in a background job of a script.
             if previous is not signal.SIG_IGN and previous is not None:
                 self._previous_handlers[number] = previous
                 signal.signal(number, handler)
@@ -72,7 +72,7 @@ class TrainingSignals:
                 raise KeyboardInterrupt
         if self._stop is None:
             self._stop = signal.Signals(number)
-            # Straight to the descriptor: a handler may run inside any other print. Nobody may be listening there.
+            # To the descriptor itself: the handler may run inside another print. stderr may be closed.
             with contextlib.suppress(OSError):
                 os.write(STANDARD_ERROR, STOP_MESSAGE)
 

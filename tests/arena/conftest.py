@@ -1,4 +1,4 @@
-"""What every test of the arena starts from."""
+"""Fixtures of the arena tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from supertuner.arena.home import ArenaHome
-from tests.arena.making import fresh_home
+from tests.arena.arena_helpers import fresh_home
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def home() -> Iterator[ArenaHome]:
 
 @pytest.fixture(params=["memory", "disk"])
 def any_home(request: pytest.FixtureRequest, tmp_path: pytest.TempPathFactory) -> Iterator[ArenaHome]:
-    """The same promises hold on tmpfs and on disk."""
+    """The same guarantees hold on tmpfs and on disk."""
     if request.param == "disk":
         yield ArenaHome(tmp_path / "arenas")  # type: ignore[operator]
     else:

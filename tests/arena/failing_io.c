@@ -1,5 +1,5 @@
-/* Preloaded into a test's process: writes and syncs of files whose path contains FAIL_PATH fail with FAIL_ERRNO,
-   after FAIL_AFTER of them went well. */
+/* Preloaded into a test process: writes and syncs of files whose path contains FAIL_PATH fail with FAIL_ERRNO after
+ * FAIL_AFTER successful ones. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -1,4 +1,4 @@
-"""Faults for arenas: processes killed at random microseconds; bits, lengths and places that change."""
+"""Faults for arenas: processes killed at random microseconds; changed bits, lengths and positions."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ import pytest
 from supertuner.arena.build import ArenaBuild
 from supertuner.arena.home import HOME_MARKER, ArenaHome
 from supertuner.core.errors import ArenaBusyError, ArenaDamagedError, ArenaMissingError
-from tests.arena.making import build, contents, fork, units, wait
+from tests.arena.arena_helpers import build, contents, fork, units, wait
 
 LONGEST_US = 6000
 
 
 def kill_after_a_moment(work: Callable[[], None], rng: random.Random) -> None:
-    """Run `work`, which never ends by itself, and kill it at a random microsecond after it began."""
-    began, begin = os.pipe()
-    child = fork(lambda: (os.write(begin, b"!"), work())[1])
-    os.read(began, 1)
-    os.close(began)
-    os.close(begin)
-    # Half of the kills come in the first millisecond, where everything is opened and locked.
+    """Run `work`, which never ends by itself, and kill it at a random microsecond after its start."""
+    started_fd, start_fd = os.pipe()
+    child = fork(lambda: (os.write(start_fd, b"!"), work())[1])
+    os.read(started_fd, 1)
+    os.close(started_fd)
+    os.close(start_fd)
+    # Half of the kills occur in the first millisecond, in which everything is opened and locked.
     time.sleep(rng.choice((rng.uniform(0, 1000), rng.uniform(0, LONGEST_US))) / 1e6)
     os.kill(child, signal.SIGKILL)
     assert wait(child) == -signal.SIGKILL, "the child failed before it was killed"
 
 
 def kill_builders(home: ArenaHome, rounds: int, seed: int) -> int:
-    """Builders that seal, read and remove in a loop: after each kill the next start works; how many left it sealed."""
+    """Kill builders that seal, read and remove in a loop. After each kill the next start succeeds.
+
+    Returns how many kills left a sealed arena.
+    """
     rng, content, sealed = random.Random(seed), units(12), 0
 
     def work() -> None:
@@ -57,12 +60,15 @@ def kill_builders(home: ArenaHome, rounds: int, seed: int) -> int:
         assert contents(home, "a") == content
         home.remove("a")
         home.sweep()
-        assert os.listdir(home.path) == [HOME_MARKER], "something stayed behind"
+        assert os.listdir(home.path) == [HOME_MARKER], "files were left behind"
     return sealed
 
 
 def kill_writers(home: ArenaHome, rounds: int, seed: int) -> int:
-    """Writers of another process: what they said they committed is sealed; how many units that were."""
+    """Kill writers of another process. Every unit that they reported as committed is sealed.
+
+    Returns the number of sealed units.
+    """
     rng, total = random.Random(seed), 0
     for number in range(rounds):
         name = f"a{number}"
@@ -90,7 +96,10 @@ def kill_writers(home: ArenaHome, rounds: int, seed: int) -> int:
 
 
 def kill_resumed(home: ArenaHome, rounds: int, seed: int) -> int:
-    """One resumable arena, its builder killed again and again: committed units only grow; how many there are."""
+    """Kill the builder of one resumable arena repeatedly. No committed unit is lost.
+
+    Returns the number of units.
+    """
     rng, known = random.Random(seed), frozenset[str]()
 
     def work() -> None:
@@ -105,18 +114,18 @@ def kill_resumed(home: ArenaHome, rounds: int, seed: int) -> int:
 
     for _ in range(rounds):
         kill_after_a_moment(work, rng)
-        with home.build("a", resume=True) as begun:
-            assert known <= begun.committed_keys()
-            known = begun.committed_keys()
-    with home.build("a", resume=True) as begun:
-        begun.seal({})
+        with home.build("a", resume=True) as resumed:
+            assert known <= resumed.committed_keys()
+            known = resumed.committed_keys()
+    with home.build("a", resume=True) as resumed:
+        resumed.seal({})
     assert contents(home, "a") == {key: key.encode() * 1000 for key in known}
     home.remove("a")
     return len(known)
 
 
 def kill_readers(home: ArenaHome, rounds: int, seed: int) -> None:
-    """Readers of every kind: none of them keeps an arena from being removed."""
+    """Kill readers of every kind. None of them prevents the removal of the arena."""
     rng, content = random.Random(seed), units(10)
 
     def work() -> None:
@@ -132,7 +141,9 @@ def kill_readers(home: ArenaHome, rounds: int, seed: int) -> None:
 
 
 def many_processes_at_once(home: ArenaHome, processes: int, seconds: float, seed: int) -> None:
-    """Processes that build, read, follow, list, sweep and remove the same arenas: each is told the truth or "busy"."""
+    """Processes that build, read, follow, list, sweep and remove the same arenas see correct content or a
+    busy error.
+    """
     content = units(12)
 
     def work(seed: int) -> None:
@@ -180,7 +191,10 @@ def _fill(arena_build: ArenaBuild, content: dict[str, bytes], rng: random.Random
 
 
 def damage_rounds(home: ArenaHome, rounds: int, seed: int) -> dict[str, int]:
-    """Change one thing at a time in a sealed arena: attach or verify must find it; how many of each were tried."""
+    """Change one thing at a time in a sealed arena. Attaching or verifying finds it.
+
+    Returns how many changes of each kind were tried.
+    """
     rng = random.Random(seed)
     build(home, "a", units(24, seed=1), writers=3)
     build(home, "b", units(24, seed=2), writers=3)
@@ -241,12 +255,12 @@ def _swap_bytes(rng: random.Random, folder: Path, other: Path) -> tuple[Callable
 
 
 def _swap_files(rng: random.Random, folder: Path, other: Path) -> tuple[Callable[[], None], str]:
-    first, kept = rng.choice(_files(folder)), folder.parent / ".kept"
+    first, backup = rng.choice(_files(folder)), folder.parent / ".backup"
     second = rng.choice([f for f in (*_files(folder), *_files(other)) if f != first])
-    shutil.copyfile(first, kept)
+    shutil.copyfile(first, backup)
     shutil.copyfile(second, first)
-    return lambda: ignore_result(shutil.copyfile(kept, first)), f"{first} replaced by {second}"
+    return lambda: ignore_result(shutil.copyfile(backup, first)), f"{first} replaced by {second}"
 
 
 def ignore_result(value: object) -> None:
-    """Drop what an undo returns."""
+    """Discard the result of an undo."""

@@ -1,4 +1,4 @@
-"""What attaching costs a further process: milliseconds, and next to no memory of its own, however many records."""
+"""Attaching a further process takes milliseconds and almost no private memory, however many records there are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from supertuner.arena.home import ArenaHome
-from tests.arena.making import fork, wait
+from tests.arena.arena_helpers import fork, wait
 
 
 def private_dirty() -> int:
@@ -16,13 +16,13 @@ def private_dirty() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:"))
 
 
-def test_a_further_process_takes_no_memory_of_its_own(home: ArenaHome) -> None:
-    with home.build("a") as begun:
-        writer = begun.open_writer()
+def test_a_further_process_takes_no_private_memory(home: ArenaHome) -> None:
+    with home.build("a") as arena_build:
+        writer = arena_build.open_writer()
         for i in range(20_000):
             with writer.begin(f"{i:09d}") as unit:
                 unit.put("media", b"%09d" % i * 600)
-        begun.seal({})
+        arena_build.seal({})
 
     def work() -> None:
         out = np.zeros((64, 5400), np.uint8)
@@ -36,7 +36,8 @@ def test_a_further_process_takes_no_memory_of_its_own(home: ArenaHome) -> None:
         os.write(2, f"grew by {grown}\n".encode())
         assert grown < 4 << 20, "of 160 MB"
 
-    with home.attach("a") as first:  # a page of tmpfs counts as private to its only user: be the other one
+    # A tmpfs page counts as private to its only user, so this process maps the pages as well.
+    with home.attach("a") as first:
         for i in range(len(first)):
             first.array(i)[::4096].sum()
         assert wait(fork(work)) == 0

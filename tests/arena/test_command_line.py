@@ -1,4 +1,4 @@
-"""`supertuner arena`: what a user sees of a node's arenas."""
+"""The output of `supertuner arena` commands."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typer.testing import CliRunner, Result
 from supertuner.arena.home import HOME_MARKER, ArenaHome
 from supertuner.cli.arena import app
 from supertuner.core.errors import ArenaBusyError, ArenaError, ArenaMissingError
-from tests.arena.making import build, units
+from tests.arena.arena_helpers import build, units
 
 
 def run(home: ArenaHome, *arguments: str, answer: str | None = None) -> Result:
     return CliRunner().invoke(app, [*arguments, "--home", str(home.path)], input=answer)
 
 
-def test_ls_lists_what_is_there(home: ArenaHome) -> None:
+def test_ls_lists_the_arenas(home: ArenaHome) -> None:
     assert "no arenas in" in run(home, "ls").output
     build(home, "cats", units(9))
     with home.attach("cats"):
@@ -27,19 +27,19 @@ def test_ls_lists_what_is_there(home: ArenaHome) -> None:
     assert "sealed" in run(home, "ls").output
 
 
-def test_ls_shows_names_whole_in_one_line_however_narrow_the_screen(home: ArenaHome) -> None:
+def test_ls_shows_complete_names_in_one_line_on_a_narrow_screen(home: ArenaHome) -> None:
     name = "a-dataset-with-a-very-long-name-" + "x" * 64
     build(home, name, units(1))
     assert any(line.startswith(f"{name} ") for line in run(home, "ls").output.splitlines())
 
 
-def test_looking_at_a_folder_that_is_not_there_does_not_make_it(tmp_path: Path) -> None:
+def test_listing_a_missing_folder_does_not_create_it(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["ls", "--home", str(tmp_path / "typo")])
     assert isinstance(result.exception, ArenaError) and "is not a folder" in str(result.exception)
     assert not (tmp_path / "typo").exists()
 
 
-def test_ls_json_is_for_programs(home: ArenaHome) -> None:
+def test_ls_json_prints_machine_readable_rows(home: ArenaHome) -> None:
     build(home, "cats", units(9))
     build(home, "dogs", units(2))
     (home.path / "dogs" / "head").write_bytes(b"")
@@ -49,7 +49,7 @@ def test_ls_json_is_for_programs(home: ArenaHome) -> None:
     assert dogs["state"] == "damaged" and "head" in dogs["problem"]
 
 
-def test_verify_names_the_damaged_one_and_fails(home: ArenaHome) -> None:
+def test_verify_names_the_damaged_arena_and_fails(home: ArenaHome) -> None:
     for name in ("cats", "dogs"):
         build(home, name, units(9))
     assert run(home, "verify").exit_code == 0
@@ -57,7 +57,7 @@ def test_verify_names_the_damaged_one_and_fails(home: ArenaHome) -> None:
         data.seek(5000)
         data.write(b"!")
     result = run(home, "verify")
-    assert result.exit_code == 1 and "cats: whole, 9 units" in result.output
+    assert result.exit_code == 1 and "cats: intact, 9 units" in result.output
     assert "dogs: damaged" in result.output and "0000.data" in result.output
     assert run(home, "verify", "cats").exit_code == 0
 
@@ -72,7 +72,7 @@ def test_rm_asks_first(home: ArenaHome) -> None:
     assert os.listdir(home.path) == [HOME_MARKER]
 
 
-def test_rm_yes_does_not_ask_and_in_use_is_an_error(home: ArenaHome) -> None:
+def test_rm_yes_does_not_ask_and_raises_for_an_arena_in_use(home: ArenaHome) -> None:
     build(home, "cats", units(9))
     with home.attach("cats"):
         assert isinstance(run(home, "rm", "--yes", "cats").exception, ArenaBusyError)

@@ -1,4 +1,4 @@
-"""A few of the faults of `make torture`, in every test run."""
+"""A few of the faults of `make torture`, injected in every test run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from supertuner.arena.home import ArenaHome
 from tests.arena import faults
 
 
-def test_after_a_builder_was_killed_the_next_start_works(home: ArenaHome) -> None:
+def test_the_next_build_succeeds_after_a_builder_was_killed(home: ArenaHome) -> None:
     faults.kill_builders(home, rounds=12, seed=1)
 
 
-def test_what_a_killed_writer_committed_is_sealed(home: ArenaHome) -> None:
+def test_units_that_a_killed_writer_committed_are_sealed(home: ArenaHome) -> None:
     assert faults.kill_writers(home, rounds=8, seed=2) > 0
 
 
@@ -18,7 +18,7 @@ def test_a_killed_resumable_build_loses_no_committed_unit(home: ArenaHome) -> No
     assert faults.kill_resumed(home, rounds=8, seed=3) > 0
 
 
-def test_a_killed_reader_locks_nothing(home: ArenaHome) -> None:
+def test_a_killed_reader_holds_no_lock(home: ArenaHome) -> None:
     faults.kill_readers(home, rounds=8, seed=4)
 
 
@@ -27,5 +27,5 @@ def test_every_flipped_bit_truncation_and_swap_is_found(home: ArenaHome) -> None
     assert sum(tried.values()) == 300 and len(tried) == 4
 
 
-def test_many_processes_at_once_are_told_the_truth_or_busy(home: ArenaHome) -> None:
+def test_concurrent_processes_see_correct_content_or_a_busy_error(home: ArenaHome) -> None:
     faults.many_processes_at_once(home, processes=4, seconds=1.5, seed=6)

@@ -1,4 +1,4 @@
-"""The home: who may remove what, when an arena's life ends, and which folders are refused."""
+"""The arena home: who may remove what, when an arena's lifetime ends, and which folders are refused."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from supertuner.arena.build import ArenaBuild
 from supertuner.arena.home import HOME_MARKER, ArenaHome
 from supertuner.arena.reader import ArenaReader
 from supertuner.core.errors import ArenaBusyError, ArenaDamagedError, ArenaError, ArenaExistsError, ArenaMissingError
-from tests.arena.making import build, contents, fork, units, wait
+from tests.arena.arena_helpers import build, contents, fork, units, wait
 
 
-def die_holding(home: ArenaHome, name: str) -> None:
-    """A builder that is killed with one committed and one open unit."""
+def kill_builder_with_open_unit(home: ArenaHome, name: str) -> None:
+    """Run a builder that is killed with one committed and one open unit."""
 
     def work() -> None:
         writer = home.build(name).open_writer()
@@ -47,17 +47,17 @@ def test_an_attached_arena_is_not_removed(home: ArenaHome) -> None:
 
 def test_an_arena_has_one_builder_at_a_time(home: ArenaHome) -> None:
     with home.build("a"):
-        with pytest.raises(ArenaBusyError, match="another process builds it"):
+        with pytest.raises(ArenaBusyError, match="another process is building it"):
             home.build("a")
         with pytest.raises(ArenaBusyError):
             home.remove("a")
-    with home.build("a") as begun:
-        begun.seal({})
-    with pytest.raises(ArenaExistsError, match=r"built already.*arena rm a"):
+    with home.build("a") as arena_build:
+        arena_build.seal({})
+    with pytest.raises(ArenaExistsError, match=r"already built.*arena rm a"):
         home.build("a")
 
 
-def test_a_builder_that_waited_for_one_that_gave_up_builds(home: ArenaHome) -> None:
+def test_a_waiting_builder_builds_after_the_first_one_abandoned(home: ArenaHome) -> None:
     first = home.build("a")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(home.build, "a", wait_s=10)
@@ -70,7 +70,7 @@ def test_a_builder_that_waited_for_one_that_gave_up_builds(home: ArenaHome) -> N
         assert reader.meta == {"by": "the second"}
 
 
-def test_a_reader_that_waited_for_a_removal_sees_the_arena_that_came_after(home: ArenaHome) -> None:
+def test_a_reader_that_waited_for_a_removal_reads_the_next_arena_of_that_name(home: ArenaHome) -> None:
     build(home, "a", {"old": b"1"})
     folder = os.open(home.path / "a", os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)  # as a removal does
@@ -84,16 +84,16 @@ def test_a_reader_that_waited_for_a_removal_sees_the_arena_that_came_after(home:
         assert waiting.result(timeout=10) == {"new": b"2"}
 
 
-def test_remains_of_a_dead_builder_do_not_stop_the_next(any_home: ArenaHome) -> None:
-    die_holding(any_home, "a")
+def test_remains_of_a_dead_builder_do_not_prevent_the_next_build(any_home: ArenaHome) -> None:
+    kill_builder_with_open_unit(any_home, "a")
     assert [info.state for info in any_home.list_arenas()] == ["remains"]
     content = units(5)
     build(any_home, "a", content)
     assert contents(any_home, "a") == content
 
 
-def test_sweep_reclaims_remains_and_leaves_the_rest(home: ArenaHome) -> None:
-    die_holding(home, "dead")
+def test_sweep_deletes_remains_and_nothing_else(home: ArenaHome) -> None:
+    kill_builder_with_open_unit(home, "dead")
     build(home, "kept", units(3))
     (home.path / ".gone-1234").mkdir()
     (home.path / ".gone-1234" / "0000.data").write_bytes(b"x" * 5000)
@@ -102,19 +102,19 @@ def test_sweep_reclaims_remains_and_leaves_the_rest(home: ArenaHome) -> None:
         assert [info.name for info in home.list_arenas()] == ["building", "kept"]
 
 
-def test_a_life_in_hours_ends_when_they_are_over_and_nobody_is_attached(home: ArenaHome) -> None:
+def test_a_lifetime_in_hours_ends_after_that_time_once_no_process_is_attached(home: ArenaHome) -> None:
     for name, hours in (("short", 0.05 / 3600), ("long", 1.0)):
-        with home.build(name, life=hours) as begun:
-            begun.seal({})
+        with home.build(name, life=hours) as arena_build:
+            arena_build.seal({})
     time.sleep(0.06)
     with home.attach("short"):
         assert home.sweep() == []
     assert home.sweep() == ["short"]
 
 
-def test_the_life_of_a_run_ends_with_its_last_reader(home: ArenaHome) -> None:
-    with home.build("a", life="run") as begun:
-        begun.seal({})
+def test_a_run_arena_is_deleted_with_its_last_reader(home: ArenaHome) -> None:
+    with home.build("a", life="run") as arena_build:
+        arena_build.seal({})
         first = home.attach("a")
     second = home.attach("a")
     assert home.sweep() == []
@@ -124,9 +124,9 @@ def test_the_life_of_a_run_ends_with_its_last_reader(home: ArenaHome) -> None:
     assert os.listdir(home.path) == [HOME_MARKER]
 
 
-def test_the_life_of_a_run_ends_when_its_readers_were_killed(home: ArenaHome) -> None:
-    with home.build("a", life="run") as begun:
-        begun.seal({})
+def test_a_run_arena_is_swept_after_its_readers_were_killed(home: ArenaHome) -> None:
+    with home.build("a", life="run") as arena_build:
+        arena_build.seal({})
 
         def work() -> None:
             home.attach("a")
@@ -136,7 +136,7 @@ def test_the_life_of_a_run_ends_when_its_readers_were_killed(home: ArenaHome) ->
     assert home.sweep() == ["a"]
 
 
-def test_ls_tells_states_users_and_sizes(home: ArenaHome) -> None:
+def test_list_arenas_reports_states_users_and_sizes(home: ArenaHome) -> None:
     build(home, "sealed", units(9))
     build(home, "broken", units(2))
     (home.path / "broken" / "index").write_bytes(b"garbage")
@@ -153,48 +153,48 @@ def test_ls_tells_states_users_and_sizes(home: ArenaHome) -> None:
     home.remove("broken")
 
 
-def test_of_several_processes_one_builds_and_the_others_wait_and_attach(home: ArenaHome) -> None:
+def test_one_of_several_processes_builds_and_the_others_wait_and_attach(home: ArenaHome) -> None:
     content = units(20)
 
     def work() -> None:
-        got = home.attach_or_build("a", wait_s=30)
-        if isinstance(got, ArenaBuild):
-            with got:
+        opened = home.attach_or_build("a", wait_s=30)
+        if isinstance(opened, ArenaBuild):
+            with opened:
                 time.sleep(0.1)
-                writer = got.open_writer()
+                writer = opened.open_writer()
                 for key, payload in content.items():
                     with writer.begin(key) as unit:
                         unit.put("media", payload)
-                got.seal({})
+                opened.seal({})
         else:
-            assert len(got) == len(content)
-            got.close()
+            assert len(opened) == len(content)
+            opened.close()
 
     assert [wait(child) for child in [fork(work) for _ in range(4)]] == [0, 0, 0, 0]
-    got = home.attach_or_build("a")
-    assert isinstance(got, ArenaReader) and len(got) == 20
-    got.close()
+    opened = home.attach_or_build("a")
+    assert isinstance(opened, ArenaReader) and len(opened) == 20
+    opened.close()
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "..", "a/b", "x" * 129, "a b", "ü", "a\n"])
-def test_a_name_that_could_surprise_is_refused(home: ArenaHome, name: str) -> None:
+def test_an_unsafe_name_is_refused(home: ArenaHome, name: str) -> None:
     for act in (home.build, home.attach, home.remove, home.join, home.attach_live):
-        with pytest.raises(ArenaError, match="cannot name an arena"):
+        with pytest.raises(ArenaError, match="is not a valid arena name"):
             act(name)
 
 
-def test_a_home_that_others_could_change_is_refused(tmp_path: Path) -> None:
+def test_a_home_that_other_users_could_change_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "file").write_text("")
-    for name, problem in (("link", "is a link"), ("open", "others may write"), ("file", "is a link or a file")):
+    for name, problem in (("link", "is a link"), ("open", "other users can write"), ("file", "is a link or a file")):
         with pytest.raises(ArenaError, match=problem):
             ArenaHome(tmp_path / name)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.requires(os.geteuid() == 0, reason="only root can change the owner of a folder")
 def test_a_home_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     os.chown(tmp_path / "theirs", 12345, 12345)
@@ -202,14 +202,14 @@ def test_a_home_of_another_user_is_refused(tmp_path: Path) -> None:
         ArenaHome(tmp_path / "theirs")
 
 
-def test_a_new_home_is_for_its_user_alone(tmp_path: Path) -> None:
+def test_a_new_home_is_accessible_only_to_its_user(tmp_path: Path) -> None:
     home = ArenaHome(tmp_path / "deep" / "home")
     build(home, "a", units(3))
     assert (tmp_path / "deep" / "home").stat().st_mode & 0o777 == 0o700
     assert all(file.stat().st_mode & 0o077 == 0 for file in (tmp_path / "deep" / "home").rglob("*"))
 
 
-def test_a_link_in_the_place_of_an_arena_is_not_followed(home: ArenaHome) -> None:
+def test_a_link_in_place_of_an_arena_is_not_followed(home: ArenaHome) -> None:
     build(home, "a", units(3))
     (home.path / "b").symlink_to("a")
     for act in (home.build, home.attach, home.remove):
@@ -218,7 +218,7 @@ def test_a_link_in_the_place_of_an_arena_is_not_followed(home: ArenaHome) -> Non
     assert home.sweep() == [] and {i.name: i.state for i in home.list_arenas()} == {"a": "sealed", "b": "damaged"}
 
 
-def test_locks_do_not_pass_to_programs_that_are_started(home: ArenaHome) -> None:
+def test_started_programs_do_not_inherit_locks(home: ArenaHome) -> None:
     build(home, "a", units(3))
     with home.attach("a"):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
@@ -234,9 +234,9 @@ def test_folders_that_are_not_arenas_are_neither_reclaimed_nor_removed(home: Are
         (home.path / name / "2024").mkdir(parents=True)
         (home.path / name / "thesis.txt").write_text("years of work")
     assert home.sweep() == []
-    with pytest.raises(ArenaError, match="is not an arena: it holds"):
+    with pytest.raises(ArenaError, match="is not an arena: it contains"):
         home.remove("photos")
-    with pytest.raises(ArenaError, match="is not an arena: it holds"):
+    with pytest.raises(ArenaError, match="is not an arena: it contains"):
         home.build("photos")
     assert [info.state for info in home.list_arenas()] == ["damaged"]
     for name in ("photos", ".gone-photos"):
@@ -244,15 +244,15 @@ def test_folders_that_are_not_arenas_are_neither_reclaimed_nor_removed(home: Are
         assert sorted(p.name for p in (home.path / name).iterdir()) == ["2024", "thesis.txt"]
 
 
-def test_a_folder_that_holds_other_things_is_no_home(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused_as_home(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ArenaError, match=r"holds other things \('thesis'\); name an empty folder"):
+    with pytest.raises(ArenaError, match=r"contains other files \('thesis'\); set arena\.home"):
         ArenaHome(tmp_path)
     assert (tmp_path / "thesis" / "thesis.txt").read_text() == "years of work"
 
 
-def test_a_home_stays_one_when_its_last_arena_is_removed(tmp_path: Path) -> None:
+def test_a_home_remains_a_home_after_its_last_arena_was_removed(tmp_path: Path) -> None:
     home = ArenaHome(tmp_path / "arenas")
     build(home, "cats", units(2))
     home.remove("cats")
@@ -260,7 +260,7 @@ def test_a_home_stays_one_when_its_last_arena_is_removed(tmp_path: Path) -> None
     assert [info.name for info in ArenaHome(tmp_path / "arenas").list_arenas()] == ["dogs"]
 
 
-def test_an_empty_folder_of_yours_in_a_home_is_not_reclaimed(home: ArenaHome) -> None:
+def test_an_empty_folder_of_the_user_in_a_home_is_not_deleted(home: ArenaHome) -> None:
     build(home, "cats", units(2))
     (home.path / "mine").mkdir()
     assert home.sweep() == []

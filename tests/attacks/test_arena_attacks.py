@@ -1,4 +1,4 @@
-"""Arenas changed by an enemy: always ArenaDamaged that names file and remedy; no crash, no huge memory."""
+"""Maliciously changed arenas: always ArenaDamagedError with file and remedy; no crash, no large allocation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from supertuner.arena.home import ArenaHome
 from supertuner.arena.index import _COUNTS, IndexCounts, index_sections
 from supertuner.arena.journal import JournalField, pack_entry
 from supertuner.core.errors import ArenaDamagedError
-from tests.arena.making import build, contents, fresh_home, units
+from tests.arena.arena_helpers import build, contents, fresh_home, units
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def home() -> Iterator[ArenaHome]:
 
 
 def refused(home: ArenaHome, *, verify: bool = False) -> ArenaDamagedError:
-    """The refusal of arena "a": by attaching, or by verifying at the latest. It costs no memory to speak of."""
+    """The error for arena "a", raised by attaching, or by verifying at the latest. It allocates almost no memory."""
     tracemalloc.start()
     try:
         with pytest.raises(ArenaDamagedError) as raised:
@@ -42,14 +42,14 @@ def refused(home: ArenaHome, *, verify: bool = False) -> ArenaDamagedError:
         assert tracemalloc.get_traced_memory()[1] < 32 << 20, "a huge allocation"
     finally:
         tracemalloc.stop()
-    assert str(home.path / "a") in str(raised.value), "the file is named"
-    assert "supertuner arena rm" in str(raised.value) or "by hand" in str(raised.value), "the remedy is named"
+    assert str(home.path / "a") in str(raised.value), "the error names the file"
+    assert "supertuner arena rm" in str(raised.value) or "manually" in str(raised.value), "the error names the remedy"
     assert home.list_arenas()[0].state == ("sealed" if verify else "damaged")
     return raised.value
 
 
 def forge(home: ArenaHome, change: Callable[[dict[str, bytearray], IndexCounts], IndexCounts | None]) -> None:
-    """Change the index's columns and counts, and make all its checksums right again."""
+    """Change the index's columns and counts, and recompute all its checksums."""
     path = home.path / "a" / "index"
     content = path.read_bytes()
     uuid, body = fmt.unpack_header(path, content, fmt.INDEX_MAGIC, fmt.INDEX_NBYTES)
@@ -72,13 +72,13 @@ def u64(column: bytearray) -> np.ndarray:
     return np.frombuffer(column, "<u8")
 
 
-def test_the_forger_itself_changes_nothing(home: ArenaHome) -> None:
+def test_rewriting_the_index_without_a_change_is_accepted(home: ArenaHome) -> None:
     forge(home, lambda columns, counts: None)
     assert contents(home, "a") == units(12, seed=1)
 
 
 @pytest.mark.parametrize("name", ["head", "index", "0000.data"])
-def test_every_byte_of_every_header_is_guarded(home: ArenaHome, name: str) -> None:
+def test_a_change_of_any_header_byte_is_found(home: ArenaHome, name: str) -> None:
     file = home.path / "a" / name
     content = file.read_bytes()
     header = {"head": fmt.HEAD_NBYTES, "index": fmt.INDEX_NBYTES, "0000.data": fmt.PAGE}[name]
@@ -92,7 +92,7 @@ def test_every_byte_of_every_header_is_guarded(home: ArenaHome, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["head", "index", "0000.data", "0001.data", "0002.data"])
-def test_a_file_cut_or_grown_at_any_boundary_is_refused(home: ArenaHome, name: str) -> None:
+def test_a_file_truncated_or_extended_at_any_boundary_is_refused(home: ArenaHome, name: str) -> None:
     file = home.path / "a" / name
     content = file.read_bytes()
     edges = {0, 1, len(content), *range(0, len(content), 4096)}
@@ -112,7 +112,7 @@ def test_a_file_cut_or_grown_at_any_boundary_is_refused(home: ArenaHome, name: s
 def test_a_missing_file_a_link_a_folder_or_a_pipe_is_refused(home: ArenaHome, name: str) -> None:
     file, kept = home.path / "a" / name, home.path / "a" / "kept"
     file.rename(kept)
-    if name != "index":  # without an index it is not sealed
+    if name != "index":  # without an index the arena is not sealed
         assert "is missing" in str(refused(home))
     file.symlink_to("kept")
     assert "is a link" in str(refused(home))
@@ -124,7 +124,7 @@ def test_a_missing_file_a_link_a_folder_or_a_pipe_is_refused(home: ArenaHome, na
     assert "not a regular file" in str(refused(home))
 
 
-def test_a_future_version_says_which_one_is_readable(home: ArenaHome) -> None:
+def test_a_future_version_raises_an_error_with_the_supported_version(home: ArenaHome) -> None:
     for name in ("head", "index", "0001.data"):
         file = home.path / "a" / name
         content = file.read_bytes()
@@ -140,12 +140,12 @@ def test_an_index_of_garbage_is_refused(home: ArenaHome, garbage: bytes) -> None
     refused(home)
 
 
-def test_segments_that_changed_places_are_refused(home: ArenaHome) -> None:
+def test_swapped_segments_are_refused(home: ArenaHome) -> None:
     first, second = home.path / "a" / "0000.data", home.path / "a" / "0001.data"
     first.rename(home.path / "a" / "x")
     second.rename(first)
     (home.path / "a" / "x").rename(second)
-    assert "is segment 1 under the name of segment 0" in str(refused(home))
+    assert "contains segment 1, but its name says segment 0" in str(refused(home))
 
 
 @pytest.mark.parametrize("name", ["head", "index", "0000.data"])
@@ -155,8 +155,8 @@ def test_a_file_of_another_arena_is_refused(home: ArenaHome, name: str) -> None:
     refused(home)
 
 
-def test_records_that_changed_places_are_found(home: ArenaHome) -> None:
-    file = home.path / "a" / "0001.data"  # odd units; whole pages of 4096 and 70000 bytes are among them
+def test_swapped_records_are_found(home: ArenaHome) -> None:
+    file = home.path / "a" / "0001.data"  # the odd units, among them ones of 4096 and 70000 bytes
     content = bytearray(file.read_bytes())
     content[4096:8192], content[8192:12288] = content[8192:12288], content[4096:8192]
     file.write_bytes(content)
@@ -203,25 +203,25 @@ FORGERIES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("what", FORGERIES)
-def test_an_index_that_lies_with_right_checksums_is_refused(home: ArenaHome, what: str) -> None:
+def test_a_wrong_index_with_valid_checksums_is_refused(home: ArenaHome, what: str) -> None:
     forge(home, FORGERIES[what])
     assert "index" in str(refused(home))
 
 
 def test_overlapping_records_are_refused(home: ArenaHome) -> None:
-    with home.build("b") as begun:
-        writer = begun.open_writer()
+    with home.build("b") as arena_build:
+        writer = arena_build.open_writer()
         for key in ("k0", "k1", "k2"):
             with writer.begin(key) as unit:
                 unit.put("media", bytes(65536))
-        begun.seal({})
+        arena_build.seal({})
     home.remove("a")
     (home.path / "b").rename(home.path / "a")
     forge(home, overlapping)
     assert "over another record" in str(refused(home)) or "outside" in str(refused(home))
 
 
-def test_a_large_record_off_its_boundary_is_refused(home: ArenaHome) -> None:
+def test_a_large_record_that_is_not_aligned_is_refused(home: ArenaHome) -> None:
     home.remove("a")
     build(home, "a", {"k0": bytes(65536), "k1": b"1"}, writers=1)
     forge(home, setting("offset", 0, 65536 - 4096))
@@ -230,19 +230,19 @@ def test_a_large_record_off_its_boundary_is_refused(home: ArenaHome) -> None:
 
 def test_a_dtype_that_does_not_divide_the_size_is_refused(home: ArenaHome) -> None:
     forge(home, lambda columns, counts: columns["kinds"].__setitem__(16, fmt.DTYPES["uint16"][0]))
-    assert "cannot have" in str(refused(home))
+    assert "which do not match" in str(refused(home))
 
 
-def test_a_segment_named_twice_is_refused(home: ArenaHome) -> None:
+def test_a_segment_listed_twice_is_refused(home: ArenaHome) -> None:
     home.remove("a")
     build(home, "a", {"k0": b"1", "k1": b"2"}, writers=2)
     forge(home, lambda columns, counts: columns["segments"].__setitem__(slice(24, 28), bytes(4)))
-    assert "names a segment twice" in str(refused(home))
+    assert "lists a segment twice" in str(refused(home))
 
 
 def test_a_segment_of_another_kind_is_refused(home: ArenaHome) -> None:
     forge(home, lambda columns, counts: columns["segments"].__setitem__(4, fmt.TABLE_SEGMENT))
-    assert "is of kind 0; the index says 1" in str(refused(home))
+    assert "has kind 0; the index lists 1" in str(refused(home))
 
 
 def test_a_record_used_twice_is_found(home: ArenaHome) -> None:
@@ -250,7 +250,7 @@ def test_a_record_used_twice_is_found(home: ArenaHome) -> None:
         columns["fields"][0:4] = columns["fields"][4:8]
 
     forge(home, change)
-    assert "belongs to one unit" in str(refused(home, verify=True))
+    assert "is used 2 times instead of once" in str(refused(home, verify=True))
 
 
 def test_keys_out_of_order_or_not_text_are_found(home: ArenaHome) -> None:
@@ -263,7 +263,7 @@ def test_keys_out_of_order_or_not_text_are_found(home: ArenaHome) -> None:
 
 @pytest.mark.parametrize("field", [f for f in IndexCounts.__slots__])
 @pytest.mark.parametrize("value", [(1 << 63) + 1, 1 << 40, 0])
-def test_a_count_that_is_not_true_is_refused(home: ArenaHome, field: str, value: int) -> None:
+def test_a_wrong_count_is_refused(home: ArenaHome, field: str, value: int) -> None:
     path = home.path / "a" / "index"
     content = path.read_bytes()
     uuid, body = fmt.unpack_header(path, content, fmt.INDEX_MAGIC, fmt.INDEX_NBYTES)
@@ -302,7 +302,7 @@ def with_info(info: bytes) -> Change:
     ],
     ids=lambda info: info[:40].decode("latin-1") + f" {len(info)}",
 )
-def test_a_description_that_is_enormous_or_not_what_it_should_be_is_refused(home: ArenaHome, info: bytes) -> None:
+def test_a_description_that_is_too_large_or_malformed_is_refused(home: ArenaHome, info: bytes) -> None:
     forge(home, with_info(info))
     assert "index" in str(refused(home))
 
@@ -310,13 +310,13 @@ def test_a_description_that_is_enormous_or_not_what_it_should_be_is_refused(home
 @pytest.mark.parametrize(
     ("at", "byte"), [(0, 0), (0, 0xFF), (16, 0), (16, 200), (17, 9), (17, 2), (18, 2), (18, 0), (20, 1), (24, 1)]
 )
-def test_a_kind_that_cannot_be_is_refused(home: ArenaHome, at: int, byte: int) -> None:
+def test_an_impossible_record_kind_is_refused(home: ArenaHome, at: int, byte: int) -> None:
     forge(home, lambda columns, counts: columns["kinds"].__setitem__(at, byte))
     assert "index" in str(refused(home))
 
 
 @pytest.mark.parametrize("number", [0, 5, 1 << 31])
-def test_segments_that_are_not_there_are_refused(home: ArenaHome, number: int) -> None:
+def test_missing_segments_are_refused(home: ArenaHome, number: int) -> None:
     forge(home, lambda columns, counts: columns["segments"].__setitem__(slice(24, 28), number.to_bytes(4, "little")))
     refused(home)
 
@@ -342,9 +342,9 @@ def bad_entries() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("what", bad_entries())
-def test_a_journal_that_lies_is_refused_by_live_readers_and_by_the_seal(home: ArenaHome, what: str) -> None:
-    with home.build("b") as begun:
-        writer = begun.open_writer()
+def test_a_wrong_journal_is_refused_by_live_readers_and_by_sealing(home: ArenaHome, what: str) -> None:
+    with home.build("b") as arena_build:
+        writer = arena_build.open_writer()
         writer.begin("x").put("media", b"0123456789")
         with (home.path / "b" / "0000.journal").open("ab") as journal:
             journal.write(bad_entries()[what])
@@ -352,26 +352,26 @@ def test_a_journal_that_lies_is_refused_by_live_readers_and_by_the_seal(home: Ar
             home.attach_live("b")
         writer._open_unit = None
         with pytest.raises(ArenaDamagedError):
-            begun.seal({})
+            arena_build.seal({})
 
 
 @pytest.mark.parametrize("tail", [b"\0", b"\xff" * 16, struct.pack("<QQ", 1 << 62, 0), pack_entry(128, b"k", [])[:-1]])
 def test_a_torn_tail_of_a_journal_is_ignored(home: ArenaHome, tail: bytes) -> None:
-    with home.build("b", resume=True) as begun, begun.open_writer().begin("x") as unit:
+    with home.build("b", resume=True) as arena_build, arena_build.open_writer().begin("x") as unit:
         unit.put("media", b"1")
     with (home.path / "b" / "0000.journal").open("ab") as journal:
         journal.write(tail)
     with home.attach_live("b") as live:
         assert [live.key(i) for i in range(len(live))] == ["x"]
-    with home.build("b", resume=True) as begun:
-        assert begun.committed_keys() == {"x"}
-        begun.seal({})
+    with home.build("b", resume=True) as arena_build:
+        assert arena_build.committed_keys() == {"x"}
+        arena_build.seal({})
     assert contents(home, "b") == {"x": b"1"}
 
 
-def test_a_committed_unit_lost_from_a_journal_is_noticed_by_the_seal(home: ArenaHome) -> None:
-    with home.build("b") as begun:
-        writer = begun.open_writer()
+def test_sealing_finds_a_committed_unit_that_is_missing_from_a_journal(home: ArenaHome) -> None:
+    with home.build("b") as arena_build:
+        writer = arena_build.open_writer()
         for key in ("k0", "k1"):
             with writer.begin(key) as unit:
                 unit.put("media", b"1")
@@ -379,28 +379,28 @@ def test_a_committed_unit_lost_from_a_journal_is_noticed_by_the_seal(home: Arena
         content = bytearray(file.read_bytes())
         content[-3] ^= 1
         file.write_bytes(content)
-        with pytest.raises(ArenaDamagedError, match=r"0000\.journal: is unreadable after 1 units"):
-            begun.seal({})
+        with pytest.raises(ArenaDamagedError, match=r"0000\.journal: is not readable after 1 units"):
+            arena_build.seal({})
         os.truncate(file, len(content) - 5)
-        with pytest.raises(ArenaDamagedError, match=r"0000\.journal: is unreadable after 1 units"):
-            begun.seal({})
+        with pytest.raises(ArenaDamagedError, match=r"0000\.journal: is not readable after 1 units"):
+            arena_build.seal({})
 
 
 def test_links_in_a_build_are_not_written_through(home: ArenaHome, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("precious")
-    with home.build("b") as begun:
+    with home.build("b") as arena_build:
         (home.path / "b" / "0000.journal").symlink_to(precious)
         (home.path / "b" / "index.tmp").symlink_to(precious)
-        with begun.open_writer().begin("k") as unit:
+        with arena_build.open_writer().begin("k") as unit:
             unit.put("media", b"1" * 5000)
         (home.path / "b" / "0000.journal").unlink()
-        begun.seal({})
+        arena_build.seal({})
     assert precious.read_text() == "precious"
     assert contents(home, "b") == {"k": b"1" * 5000}
 
 
-def test_meta_is_data_and_nothing_else(home: ArenaHome) -> None:
+def test_meta_is_never_executed(home: ArenaHome) -> None:
     forge(
         home,
         with_info(

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from supertuner.cli import app
 from supertuner.core.errors import SuperTunerError
-from tests.cache.encoding import arenas, pictures
+from tests.train.encoding.encoding_helpers import arenas, pictures
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def call(*arguments: object, fails: int = 0) -> str:
-    """What a command printed on standard output."""
+    """Run a command and return its standard output."""
     result = CliRunner().invoke(app, ["cache", *map(str, arguments)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -46,9 +46,9 @@ def call(*arguments: object, fails: int = 0) -> str:
     return result.output if fails else result.stdout
 
 
-def test_build_encodes_once_and_says_what_it_did(run_file: Path, tmp_path: Path) -> None:
+def test_build_encodes_once_and_reports_what_it_did(run_file: Path, tmp_path: Path) -> None:
     first = json.loads(call("build", run_file, "--json"))
-    assert [(one["what"], one["data"], one["entries"], one["made"]) for one in first] == [
+    assert [(row["what"], row["data"], row["entries"], row["made"]) for row in first] == [
         ("latents", "training", 4, 4),
         ("text", "training", 4, 4),
         ("latents", "held-out", 5, 1),
@@ -59,7 +59,7 @@ def test_build_encodes_once_and_says_what_it_did(run_file: Path, tmp_path: Path)
     assert again.count("nothing to encode") == 4 and "until it is removed" in again
 
 
-def test_ls_tells_what_is_used_and_what_is_missing(run_file: Path) -> None:
+def test_ls_shows_which_entries_are_used_and_how_many_are_missing(run_file: Path) -> None:
     call("build", run_file)
     listed = json.loads(call("ls", run_file, "--json"))
     assert [arena["verdict"] for arena in listed["arenas"]] == ["used"] * 4
@@ -71,9 +71,9 @@ def test_ls_tells_what_is_used_and_what_is_missing(run_file: Path) -> None:
     assert {arena["verdict"] for arena in smaller["arenas"]} == {"partly used", "unused"}
 
 
-def test_verify_finds_damage_and_a_checked_build_mends_it(run_file: Path, tmp_path: Path) -> None:
+def test_verify_finds_damage_and_build_check_repairs_it(run_file: Path, tmp_path: Path) -> None:
     call("build", run_file)
-    assert call("verify", run_file).count("whole") == 4
+    assert call("verify", run_file).count("intact") == 4
     data = next((tmp_path / "runs" / "cache").glob("latents-*-0/0000.data"))
     content = bytearray(data.read_bytes())
     content[4096 + 5] ^= 1
@@ -82,16 +82,16 @@ def test_verify_finds_damage_and_a_checked_build_mends_it(run_file: Path, tmp_pa
     assert "0000.data" in output and "cache build --check" in output
     built = json.loads(call("build", run_file, "--check", "--json"))
     assert built[0]["made"] == 1
-    assert call("verify", run_file).count("DAMAGED") == 1, "and nothing of it is used"
+    assert call("verify", run_file).count("DAMAGED") == 1, "the damaged arena remains, and nothing of it is used"
     assert call("prune", run_file, "--yes").count("removed latents") == 1
-    assert call("verify", run_file).count("whole") == 4
+    assert call("verify", run_file).count("intact") == 4
 
 
-def test_damage_between_entries_is_mended_too(run_file: Path, tmp_path: Path) -> None:
+def test_damage_between_entries_is_repaired_too(run_file: Path, tmp_path: Path) -> None:
     call("build", run_file)
     data = next((tmp_path / "runs" / "cache").glob("latents-*-0/0000.data"))
     content = bytearray(data.read_bytes())
-    content[4096 + 3000] ^= 1  # behind the first entry of 1 KiB, before the next page
+    content[4096 + 3000] ^= 1  # after the first entry of 1 KiB and before the next page
     data.write_bytes(content)
     assert "DAMAGED" in call("verify", run_file, fails=1)
     assert json.loads(call("build", run_file, "--check", "--json"))[0]["made"] == 0
@@ -100,7 +100,7 @@ def test_damage_between_entries_is_mended_too(run_file: Path, tmp_path: Path) ->
     assert "DAMAGED" not in call("verify", run_file)
 
 
-def test_prune_lists_first_and_removes_only_when_told_to(run_file: Path, tmp_path: Path) -> None:
+def test_prune_lists_arenas_and_removes_them_only_with_yes(run_file: Path, tmp_path: Path) -> None:
     call("build", run_file)
     folder = tmp_path / "runs" / "cache"
     before = arenas(folder)
@@ -112,7 +112,7 @@ def test_prune_lists_first_and_removes_only_when_told_to(run_file: Path, tmp_pat
     assert arenas(folder) == []
 
 
-def test_what_is_not_persistent_is_built_into_memory_to_stay_for_the_run_that_follows(
+def test_a_cache_that_is_not_persistent_is_built_in_memory_and_kept_for_the_next_run(
     run_file: Path, tmp_path: Path
 ) -> None:
     plain = ("--set", "cache_config.persistent_cache=false")
@@ -123,6 +123,6 @@ def test_what_is_not_persistent_is_built_into_memory_to_stay_for_the_run_that_fo
     assert again.count("nothing to encode") == 4
 
 
-def test_looking_at_a_run_that_was_never_begun_says_so(run_file: Path) -> None:
+def test_ls_of_a_run_that_never_began_is_refused(run_file: Path) -> None:
     with pytest.raises(SuperTunerError, match="never begun"):
         call("ls", run_file)

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from supertuner.arena.home import HOME_MARKER, ArenaHome
+from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.core.events import DecisionEvent, Event, NullSink, ProgressPhase, SetAsideEvent, WarningEvent
 from supertuner.core.host import HostFacts
-from supertuner.data.staged_dataset import StagedDataset
+from supertuner.data.staging.staged_dataset import StagedDataset
 from supertuner.data.staging.stager import DatasetStager
 
 
@@ -46,7 +47,7 @@ def dataset(folder: Path, /, **settings) -> DatasetSettings:
 
 def stager(home: Path, sink: RecordingSink | None = None, host: HostFacts | None = None) -> DatasetStager:
     sink = sink or RecordingSink()
-    return DatasetStager(ArenaHome(home), host or HostFacts(), sink, sink)
+    return DatasetStager(ArenaHome(home), RunContext(home, sink, sink, host or HostFacts()))
 
 
 def contents(home: Path, arena: str) -> dict[str, tuple[bytes, tuple[str, ...]]]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from supertuner.arena.home import ArenaHome
+from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.data import (
     AudioSettings,
     AugmentSettings,
@@ -21,7 +22,7 @@ from supertuner.config.settings.data import (
     LoaderSettings,
 )
 from supertuner.core.errors import ArenaDamagedError, BrokenMediaError
-from supertuner.core.events import DecisionEvent, NullSink
+from supertuner.core.events import DecisionEvent
 from supertuner.core.host import HostFacts
 from supertuner.core.types import MediaKind
 from supertuner.data.batching.decoder_pool import DecodedBatch, DecoderPool, single_threaded_torch_pool
@@ -79,7 +80,7 @@ def settings_for(folder: Path) -> list[DatasetSettings]:
 
 
 def corpus_in(folder: Path, home: Path) -> Corpus:
-    stager = DatasetStager(ArenaHome(home), HostFacts(), NullSink(), NullSink())
+    stager = DatasetStager(ArenaHome(home), RunContext.silent(home))
     datasets = [(settings, stager.open(settings)[1]) for settings in settings_for(folder)]
     return build_corpus(datasets, seed=7, batch_size=3)
 

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from supertuner.config.settings.data import AudioSettings, DatasetSettings
 from supertuner.core.types import MediaKind
-from supertuner.data.ordering.bucket_assignment import (
-    MediaMetadataSlice,
-    bucket_indices,
-    bucket_table,
-    no_bucket_reason,
-)
+from supertuner.data.ordering.bucket_assignment import bucket_indices, bucket_table, no_bucket_reason
 from supertuner.data.ordering.buckets import (
     NO_BUCKET,
     audio_steps,
@@ -26,6 +21,7 @@ from supertuner.data.ordering.buckets import (
     frames_available,
     nearest_size,
 )
+from supertuner.data.ordering.sample_collection import MediaMetadataSlice
 
 SIDES = st.integers(1, 6000)
 SHAPES = st.lists(st.tuples(SIDES, SIDES), min_size=1, max_size=30)

@@ -8,11 +8,9 @@ import torch
 from PIL import Image
 
 from supertuner.arena.home import ArenaHome
+from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.data import AugmentSettings, DatasetSettings
-from supertuner.core.events import NullSink
-from supertuner.core.host import HostFacts
-from supertuner.data.batching.framing import framing_for_sample
-from supertuner.data.batching.render import render_sample
+from supertuner.data.batching.render import framing_for_sample, render_sample
 from supertuner.data.corpus import Corpus, build_corpus
 from supertuner.data.staging.stager import DatasetStager
 
@@ -37,7 +35,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         resize_filter="bilinear",
         augment=AugmentSettings(flip=0.5),
     )
-    stager = DatasetStager(ArenaHome(tmp_path_factory.mktemp("arenas")), HostFacts(), NullSink(), NullSink())
+    home = tmp_path_factory.mktemp("arenas")
+    stager = DatasetStager(ArenaHome(home), RunContext.silent(home))
     return build_corpus([(settings, stager.open(settings)[1])], seed=5, batch_size=1)
 
 

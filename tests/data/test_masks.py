@@ -10,14 +10,13 @@ import torch
 from PIL import Image
 
 from supertuner.arena.home import ArenaHome
+from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.data import AugmentSettings, DatasetSettings
 from supertuner.core.errors import BrokenMediaError, SourceError
 from supertuner.core.events import Event, NullSink, WarningEvent
-from supertuner.core.host import HostFacts
-from supertuner.data.batching.loss_masks import LossMasks, find_loss_masks
+from supertuner.data.batching.loss_weighting import LossMasks, find_loss_masks, load_sample_weights
 from supertuner.data.batching.render import render_sample
 from supertuner.data.corpus import Corpus, CorpusDataset, build_corpus
-from supertuner.data.sample_weights import load_sample_weights
 from supertuner.data.staging.stager import DatasetStager
 
 SIZES = ((96, 48), (48, 96), (64, 64))
@@ -59,7 +58,7 @@ def corpus_with(pictures: Path, arenas: Path, **changed: object) -> Corpus:
             **changed,
         }
     )
-    stager = DatasetStager(ArenaHome(arenas / "arenas"), HostFacts(), NullSink(), NullSink())
+    stager = DatasetStager(ArenaHome(arenas / "arenas"), RunContext.silent(arenas))
     return build_corpus([(settings, stager.open(settings)[1])], seed=5, batch_size=1)
 
 

@@ -11,9 +11,9 @@ from PIL import Image
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.core.errors import BrokenMediaError, SourceError
 from supertuner.core.types import MediaKind
+from supertuner.data.corpus.reference_images import ReferenceImages, find_reference_images
 from supertuner.data.ordering.bucket_members import BucketMembers
 from supertuner.data.ordering.buckets import Bucket
-from supertuner.data.reference_images import ReferenceImages, find_reference_images
 
 
 class NamedSamples:

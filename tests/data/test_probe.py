@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import MediaKind
 from supertuner.data.probe import probe
-from supertuner.data.probe.exif import exif_orientation
+from supertuner.data.probe.image import exif_orientation
 from supertuner.data.probe.media_info import MAX_PIXELS
 from tests.data.media_files import picture, png_claiming, sound, video
 

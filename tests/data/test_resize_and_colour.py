@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from supertuner.data.batching.augment import AugmentationParams, apply_colour_map, colour_map
-from supertuner.data.batching.resize import crop_and_resize, crop_box
+from supertuner.data.decode.resize import crop_and_resize, crop_box
 
 SIDE = st.integers(1, 5000)
 SHARE = st.floats(0, 1)

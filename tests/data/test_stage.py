@@ -14,7 +14,7 @@ import pytest
 from supertuner.arena.home import ArenaHome
 from supertuner.core.errors import ArenaDamagedError, SourceError, StageError, TooManyBrokenFilesError
 from supertuner.core.types import MediaKind
-from supertuner.data.staged_dataset import StagedDataset
+from supertuner.data.staging.staged_dataset import StagedDataset
 from tests.data.media_files import picture, png_claiming, sound, tar, video, write
 from tests.data.staging import RecordingSink, contents, dataset, names, stager
 

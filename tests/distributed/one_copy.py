@@ -9,14 +9,22 @@ from pathlib import Path
 
 import torch
 
+from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
 from supertuner.data.corpus_loader import open_corpus
-from tests.cache.encoding import batches, encoding_spec, open_run, read_all_positions, tiny, with_counting_encoders
-from tests.cache.together import meet_peers, until_all
+from tests.cache.peer_processes import meet_peers, until_all
 from tests.data.staging import RecordingSink
+from tests.train.encoding.encoding_helpers import (
+    batches,
+    encoding_spec,
+    open_run,
+    read_all_positions,
+    tiny,
+    with_counting_encoders,
+)
 
 
 def stage(
@@ -33,7 +41,7 @@ def stage(
     told = RecordingSink(when)
     with (
         meet_peers(tmp, place) as peers,
-        open_corpus(config, host=HostFacts(), sink=told, progress=told, peers=peers) as corpus,
+        open_corpus(config, RunContext(tmp, told, told, HostFacts(), peers)) as corpus,
     ):
         (part,) = corpus.datasets
         found = {part.samples.key(i): bytes(part.samples.media(i)) for i in range(len(part.samples))}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import SuperTunerError
@@ -23,7 +24,7 @@ from supertuner.models.spec import Tensors
 from supertuner.sinks.training_events import TRAIN_STEP
 from supertuner.tools.session import open_session
 from supertuner.tools.training import train_in_session
-from supertuner.train.setup import RunContext, open_run
+from supertuner.train.setup import open_run
 from tests.train.runs import config, pictures
 
 STEPS = 8
@@ -135,11 +136,11 @@ def train_on_nan_sample(group: TorchProcessGroup, path: Path, position: int) -> 
 
     doing = ActingSink(0, lambda: None)
     with ExitStack() as opened:
-        outside = RunContext(doing, NullSink(), HostFacts())
         loaded = load_config(path)
         folder = run_folder(path)
         folder.mkdir(parents=True, exist_ok=True)
-        run = opened.enter_context(open_run(loaded.config, "run", folder, outside, process_group=group))
+        context = RunContext(folder, doing, NullSink(), HostFacts())
+        run = opened.enter_context(open_run(loaded.config, context, process_group=group))
         run.collator = replace(run.collator, encoded=NanSampleSource(run.collator.encoded, position))
         error = None
         try:
@@ -161,13 +162,7 @@ def other(group: TorchProcessGroup, path: Path, setting: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     sets = [setting] if group.rank == 1 and setting else []
     try:
-        with open_run(
-            load_config(path, sets=sets).config,
-            "run",
-            folder,
-            RunContext(NullSink(), NullSink(), HostFacts()),
-            process_group=group,
-        ):
+        with open_run(load_config(path, sets=sets).config, RunContext.silent(folder), process_group=group):
             return "begun"
     except SuperTunerError as error:
         return str(error)

@@ -12,17 +12,19 @@ from pathlib import Path
 
 import torch
 
+from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import CheckpointError
 from supertuner.core.events import Event, NoteEvent, NullSink, WarningEvent
 from supertuner.core.host import HostFacts
-from supertuner.distributed.setup import open_process_group
+from supertuner.distributed.torch_process_group import open_process_group
 from supertuner.distributed.watchdog.heartbeat import Heartbeat
-from supertuner.train.checkpoint import durable_save as checkpoint
 from supertuner.train.checkpoint.async_saver import CheckpointSaver
+from supertuner.train.checkpoint.load import find_checkpoints
+from supertuner.train.checkpoint.manifest import CHECKPOINTS_DIR
 from supertuner.train.run.training_run import TrainingRun
-from supertuner.train.setup import RunContext, open_run
+from supertuner.train.setup import open_run
 from tests.distributed.runs import run_folder
 
 
@@ -60,8 +62,8 @@ def a_shared_run(place: LauncherEnvironment, path: Path, found: SaveObservations
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as opened:
         parallel = opened.enter_context(open_process_group(settings.parallel, place, torch.device("cpu"), Heartbeat()))
-        outside = RunContext(found, NullSink(), HostFacts())
-        yield opened.enter_context(open_run(settings, "run", folder, outside, process_group=parallel))
+        context = RunContext(folder, found, NullSink(), HostFacts())
+        yield opened.enter_context(open_run(settings, context, process_group=parallel))
 
 
 def failing(place: LauncherEnvironment, path: Path, bad: int) -> SaveObservations:
@@ -72,12 +74,12 @@ def failing(place: LauncherEnvironment, path: Path, bad: int) -> SaveObservation
         found.answers.append((None if made is None else made.name, why))
 
     with a_shared_run(place, path, found) as run:
-        folder = run.folder / checkpoint.CHECKPOINTS_DIR
+        folder = run.context.run_dir / CHECKPOINTS_DIR
         try:
             with CheckpointSaver(run) as saves:
                 saves.save()
                 saves.wait()
-                found.steps.append([one.step for one in checkpoint.find_checkpoints(folder)])
+                found.steps.append([one.step for one in find_checkpoints(folder)])
                 for due in (False, True):
                     run.step += 1
                     with small_files(2000) if place.rank == bad else ExitStack():
@@ -87,11 +89,11 @@ def failing(place: LauncherEnvironment, path: Path, bad: int) -> SaveObservation
                             saves.save_on_request(answer if place.rank == 0 else None)
                         while saves._future is not None:
                             saves.report_if_finished()
-                    found.steps.append([one.step for one in checkpoint.find_checkpoints(folder)])
+                    found.steps.append([one.step for one in find_checkpoints(folder)])
         except CheckpointError as error:
             found.errors.append(str(error))
         run.process_group.all_reduce_max([0])
-        found.steps.append([one.step for one in checkpoint.find_checkpoints(folder) if one.problem is None])
+        found.steps.append([one.step for one in find_checkpoints(folder) if one.problem is None])
         found.said.append(",".join(sorted(os.listdir(folder))))
     return found
 

@@ -29,7 +29,7 @@ from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import PrecisionName
 from supertuner.step.window import ExpertState, WindowResult, prepare_for_training, train_window
-from tests.step.making import CPU, EXPERT, build_wan_batch, wan_step_options
+from tests.step.step_builders import CPU, EXPERT, build_wan_batch, wan_step_options
 
 Array = NDArray[Any]
 WINDOWS = (range(0, 8), range(8, 13), range(13, 14))
@@ -112,8 +112,7 @@ def window(
         batches,
         samples=len(span),
         learning_rate=case.rate,
-        options=wan_step_options(source, case.precision, 1.0),
-        reduction=parallel.reduction,
+        options=replace(wan_step_options(source, case.precision, 1.0), reduction=parallel.reduction),
         micro_batches=len(batches),
     )
 

@@ -7,7 +7,7 @@ import pytest
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import ConfigError
 from supertuner.distributed.process_group import SingleProcess
-from supertuner.distributed.same_config import require_same_config, settings_to_compare
+from supertuner.distributed.same_start import require_same_config, settings_to_compare
 from supertuner.distributed.torch_process_group import TorchProcessGroup
 from tests.distributed.ranks import run_ranks
 

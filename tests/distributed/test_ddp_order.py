@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from supertuner.distributed.process_group import ProcessGroup, SingleProcess
 from supertuner.optim.schedule import BatchRamp, TrainingSchedule
-from supertuner.train.run.dataloader import TrainingDataLoader
+from supertuner.train.run.dataloader import LoaderOptions, TrainingDataLoader
 from tests.train.test_dataloader import EXPERTS, NumberedSamples, build_collator, build_schedule
 
 
@@ -32,10 +32,8 @@ def trained_by(
         build_collator(sizes, batch_size, NumberedSamples()),
         run,
         EXPERTS,
-        switch_every=2,
-        batch_size=batch_size,
-        batches_ahead=1,
-        process_group=parallel,
+        LoaderOptions(batch_size, switch_every=2, batches_ahead=1),
+        parallel,
         start_step=begin,
     )
     with feed:
@@ -104,10 +102,8 @@ def test_processes_in_step_compute_the_same_number_of_batches_in_every_window() 
                 build_collator((9, 4, 7), 2, NumberedSamples()),
                 run,
                 EXPERTS,
-                switch_every=2,
-                batch_size=2,
-                batches_ahead=1,
-                process_group=RankStub(rank, ranks, forward_is_collective=True),
+                LoaderOptions(2, switch_every=2, batches_ahead=1),
+                RankStub(rank, ranks, forward_is_collective=True),
             )
             with feed:
                 plans.append([(window.plan.local_batches, len(list(window))) for window in feed])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,13 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from supertuner.config.settings.parallel import ParallelSettings
 from supertuner.core.errors import TrainError
-from supertuner.distributed.fsdp import rows_per_rank
-from supertuner.distributed.sharded_expert_swap import ShardedExpertSwap
+from supertuner.distributed.fsdp import FsdpSwappableExpert, rows_per_rank
+from supertuner.distributed.same_start import require_same_unsharded_weights
 from supertuner.distributed.torch_process_group import TorchProcessGroup
 from supertuner.models.adapters.attach import load_trainable_state, temporary_weights, trainable_state
 from supertuner.models.spec import ModelSource
+from supertuner.step.expert_swap import ExpertSwap
 from supertuner.step.window import held_out_losses
-from supertuner.train.same_weights import require_same_unsharded_weights
 from tests.distributed.ranks import run_launched, run_ranks
 from tests.distributed.sharing import (
     Array,
@@ -36,7 +35,7 @@ from tests.distributed.sharing import (
     window,
 )
 from tests.models.families.pipelines import tiny_wan
-from tests.step.making import CPU, build_wan_batch, wan_step_options
+from tests.step.step_builders import CPU, build_wan_batch, wan_step_options
 
 __all__ = ["tiny_wan"]
 
@@ -190,10 +189,10 @@ def _in_turn(group: TorchProcessGroup, source: ModelSource, kind: str, moving: b
     trainees = [a_trainee(one) for one in trained]
     sharing.enable_expert_swap(trainees)
     assert sharing.expert_swap is None, "a CPU has no other memory to wait in"
-    turns = ShardedExpertSwap(CPU, _to_new_memory)
+    turns = ExpertSwap()
     if moving:
-        for trainee in trainees:
-            turns.add(trainee, partial(sharing.relink_parameters, trainee.parameters.values()))
+        for number, trainee in enumerate(trainees):
+            turns.add(str(number), FsdpSwappableExpert(trainee, sharing, _to_new_memory))
     steps = [(trainees[place], range(4 * step, 4 * step + 4)) for step, place in enumerate((0, 0, 1, 0))]
     losses = [window(parallel, source, trainee, span, case).loss for trainee, span in steps]
     known = [(part, weight.to_local()) for part, weight in sharing.dtensor_by_parameter.items() if part.numel()]

@@ -10,7 +10,7 @@ from supertuner.arena.home import HOME_MARKER, ArenaHome
 from supertuner.arena.node_peers import join_node_peers
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.events import NullSink
-from tests.cache.together import until_all
+from tests.cache.peer_processes import until_all
 from tests.distributed.ranks import command as command_of
 from tests.distributed.ranks import launched_ranks, rank_log, run_launched
 from tests.distributed.runs import a_run

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.cli.train_flags import translate_arguments
+from supertuner.cli.train import translate_arguments
 from tests.train.runs import ROOT, pictures
 
 BIN = Path(sys.executable).parent

@@ -9,15 +9,16 @@ import pytest
 
 from supertuner.arena.home import ArenaHome
 from supertuner.arena.node_peers import NO_PEERS, join_node_peers
+from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.errors import ArenaError, PeerError, TrainError
 from supertuner.core.events import NullSink
-from supertuner.core.host import HostFacts
 from supertuner.data.corpus_loader import open_corpus
-from supertuner.distributed.node import RankLocation, open_node_peers, ranks_on_same_node, require_same_data
-from tests.cache.encoding import config_of, pictures
+from supertuner.distributed.node import RankLocation, open_node_peers, ranks_on_same_node
+from supertuner.distributed.same_start import require_same_data
 from tests.distributed.ranks import run_ranks
+from tests.train.encoding.encoding_helpers import config_of, pictures
 
 
 def seats(*of: tuple[str, int]) -> list[RankLocation]:
@@ -66,7 +67,7 @@ def apart(group, configs: list[RunConfig]) -> str:
     config = configs[group.rank]
     with open_node_peers(config, group) as peers:
         assert peers == NO_PEERS
-        with open_corpus(config, host=HostFacts(), sink=NullSink(), progress=NullSink(), peers=peers) as corpus:
+        with open_corpus(config, RunContext.silent(config.run.output_dir).with_peers(peers)) as corpus:
             try:
                 require_same_data(group, peers, [corpus])
             except TrainError as error:

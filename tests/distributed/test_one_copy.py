@@ -11,7 +11,10 @@ import pytest
 
 from benchmarks.bench_node import measured
 from supertuner.arena.home import ArenaHome
-from tests.cache.encoding import (
+from tests.data.media_files import write
+from tests.distributed.one_copy import digests, encode, refuse, stage
+from tests.distributed.ranks import launched_ranks, run_launched
+from tests.train.encoding.encoding_helpers import (
     arenas,
     config_of,
     encoding_spec,
@@ -21,9 +24,6 @@ from tests.cache.encoding import (
     tiny,
     without_caches,
 )
-from tests.data.media_files import write
-from tests.distributed.one_copy import digests, encode, refuse, stage
-from tests.distributed.ranks import launched_ranks, run_launched
 
 VARYING = {"augment": {"flip": 0.5, "brightness": 0.4}, "captions": {"shuffle_tags": True, "dropout": 0.2}}
 
@@ -79,7 +79,7 @@ def test_a_stager_that_is_killed_ends_every_rank_and_the_next_start_stages(tmp_p
         ranks.signal(0, signal.SIGKILL)
         outcomes = ranks.ended()
     for outcome in outcomes[1:]:
-        assert outcome.error is not None and f"(pid {pid}) is gone without a word" in outcome.error.splitlines()[-1]
+        assert outcome.error is not None and f"(pid {pid}) ended without recording a reason" in outcome.error.splitlines()[-1]
     shutil.rmtree(tmp_path / "barrier")
     found = run_launched(2, stage, tmp_path, config)
     assert len(found[1][1]) == 3

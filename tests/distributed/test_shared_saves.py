@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.train.checkpoint import durable_save as checkpoint
+from supertuner.train.checkpoint.durable_save import load_latest
+from supertuner.train.checkpoint.load import find_checkpoints
+from supertuner.train.checkpoint.manifest import CHECKPOINTS_DIR
 from tests.distributed.ranks import launched_ranks, run_launched
 from tests.distributed.runs import a_run, run_folder
 from tests.distributed.shared_saves import failing, killed
@@ -43,8 +45,8 @@ def test_a_save_of_which_one_process_is_killed_is_never_seen(folder: Path) -> No
     with launched_ranks(2, killed, path, 1) as ranks:
         first, second = ranks.ended()
     assert second.exitcode == -9 and not first.ended_well
-    checkpoints = run_folder(path) / checkpoint.CHECKPOINTS_DIR
-    assert [(one.step, one.problem) for one in checkpoint.find_checkpoints(checkpoints)] == [(0, None)]
-    loaded = checkpoint.load_latest(checkpoints)
+    checkpoints = run_folder(path) / CHECKPOINTS_DIR
+    assert [(one.step, one.problem) for one in find_checkpoints(checkpoints)] == [(0, None)]
+    loaded = load_latest(checkpoints)
     assert loaded is not None and loaded.step == 0
     assert [place.name for place in checkpoints.iterdir()] == ["step-00000000"], "and what was left of it is gone"

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
 
-from supertuner.distributed.watchdog.stack_location import (
-    COMPILER_FILES,
-    PACKAGE_PREFIX,
-    PRODUCER_BY_CONSUMER,
-    PRODUCER_FUNCTION,
-    WAITING_FUNCTIONS,
-)
-from tests.cache.encoding import config_of, pictures, tiny
+from supertuner.distributed.watchdog.liveness import COMPILER_FILES
 from tests.distributed.ranks import launched_ranks, rank_log, run_launched
 from tests.distributed.waiting import one_compiles, one_waits, one_wants_an_epoch
+from tests.train.encoding.encoding_helpers import config_of, pictures, tiny
 
 SHORT_S = 4.0
 """Of which half is patience: less than what works here takes."""
 
 
-def test_what_is_told_by_its_name_has_that_name():
-    """Stacks are read by file and function: one that got another name would be taken for a hang."""
-    for file, name in {*WAITING_FUNCTIONS, PRODUCER_FUNCTION, *PRODUCER_BY_CONSUMER, *PRODUCER_BY_CONSUMER.values()}:
-        tree = ast.parse(Path(PACKAGE_PREFIX, file).read_text())
-        assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(tree)), (file, name)
+def test_the_files_of_the_compiler_exist() -> None:
+    """torch.compile cannot be marked from outside: its frames are recognised by their files."""
     assert all(Path(file).is_file() for file in COMPILER_FILES)
 
 
@@ -51,7 +41,7 @@ def test_one_that_waits_for_the_next_epoch_is_not_to_blame(tmp_path, then):
         assert [outcome.value for outcome in outcomes] == ["trained"] * 2, [one.error for one in outcomes]
         return
     assert _verdict(tmp_path, 1).startswith("rank 1 (")
-    assert "at supertuner/train/caching/" in _verdict(tmp_path, 1), "where the thread is that makes the epoch"
+    assert "at supertuner/" in _verdict(tmp_path, 1), "where the thread is that makes the epoch"
 
 
 def test_a_compiler_in_the_middle_of_a_run_does_not_hang(tmp_path):

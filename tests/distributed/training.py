@@ -6,7 +6,7 @@ Everything here runs in a rank, or in one process that is alone; what is returne
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -35,7 +35,7 @@ from supertuner.step.window import (
     prepare_for_training,
     train_window,
 )
-from tests.step.making import (
+from tests.step.step_builders import (
     CPU,
     EXPERT,
     TinyDenoiser,
@@ -179,8 +179,7 @@ def trained(
                 batches,
                 samples=len(span),
                 learning_rate=rate,
-                options=rules,
-                reduction=watched,
+                options=replace(rules, reduction=watched),
                 micro_batches=len(batches),
             )
         )

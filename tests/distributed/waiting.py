@@ -18,11 +18,11 @@ from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.events import Event, MeasurementEvent, NullSink
 from supertuner.distributed.gradient_sum import all_reduce_tensors
-from supertuner.distributed.setup import open_process_group
+from supertuner.distributed.torch_process_group import open_process_group
 from supertuner.distributed.watchdog.heartbeat import Heartbeat
-from tests.cache.encoding import batches, encoding_spec, open_run, tiny
-from tests.cache.together import meet_peers, until_all
+from tests.cache.peer_processes import meet_peers, until_all
 from tests.distributed.watched import VERY_LONG_S, log_to
+from tests.train.encoding.encoding_helpers import batches, encoding_spec, open_run, tiny
 
 CPU = torch.device("cpu")
 

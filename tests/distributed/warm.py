@@ -20,7 +20,7 @@ RUNS = (
     "supertuner.plan.forecast.preflight",
     "supertuner.train.export.export",
     "supertuner.train.loop",
-    "supertuner.distributed.setup",
+    "supertuner.distributed.torch_process_group",
     "supertuner.train.setup",
     "tests.distributed.runs",
     "tests.distributed.training",

@@ -17,7 +17,7 @@ from supertuner.config.settings.parallel import ParallelSettings
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.errors import PeerError, StageError
 from supertuner.distributed.process_group import ProcessGroup
-from supertuner.distributed.setup import open_process_group
+from supertuner.distributed.torch_process_group import open_process_group
 from supertuner.distributed.watchdog.heartbeat import Heartbeat
 from supertuner.distributed.watchdog.watch import HEARTBEAT_S
 from supertuner.train.signals import TrainingSignals

@@ -1,10 +1,10 @@
-"""What the laws of a memory driver are said in: the bench they run on, and words for what a machine can do."""
+"""Shared parts of the driver contract tests: the bench that they run on, and the machine abilities that each needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import pytest
 
@@ -21,29 +21,32 @@ from supertuner.memory.driver import (
 )
 
 BLOCK = 2 << 20
-"""What the driver works in. Laws about pressure keep to whole blocks, so a body may evict by page or by block."""
+"""The driver's migration unit. Tests with memory pressure use whole blocks, because an implementation may evict by page
+or by block.
+"""
 GPU = GpuLocation(0)
 CUDA_13 = 13000
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 INVALID_VALUE = "CUDA_ERROR_INVALID_VALUE"
 INVALID_DEVICE = "CUDA_ERROR_INVALID_DEVICE"
+ContractTest = TypeVar("ContractTest", bound=Callable[..., None])
 
 
 class DriverBench(Protocol):
-    """A driver with nothing allocated, and what only a test double can tell of it."""
+    """A driver without allocations, and what only a test double can report or do."""
 
     driver: Driver
     hbm_bytes: int
-    """The GPU's memory; a few dozen MiB on a double. On a one-pool machine: the pool."""
+    """Size of GPU memory; a few dozen MiB on a double. On a one-pool machine, the pool."""
     resident: Callable[[AddressRange], Mapping[MemoryLocation | None, int]] | None
-    """How many pages of `driver.page_bytes` of the range are where; None: not populated. Absent on a real GPU."""
+    """Pages of `driver.page_bytes` of the range by location; key None: not populated. None on a real GPU."""
     fail: Callable[[str, str], None] | None
-    """`fail(verb, error name)`: the next call below that verb of the seam fails once. `allocate`: of device memory."""
+    """`fail(method, error name)`: the next call of that driver method fails once; `allocate` only for device memory."""
 
 
 @contextmanager
 def allocated(bench: DriverBench, kind: MemoryKind, nbytes: int) -> Iterator[AddressRange]:
-    """Memory of whole blocks, aligned to blocks where it may be moved, given back afterwards."""
+    """Memory in whole blocks, block-aligned where it can migrate, freed afterwards."""
     slack = 0 if kind is MemoryKind.DEVICE else BLOCK
     address = bench.driver.allocate(kind, nbytes + slack)
     try:
@@ -53,7 +56,7 @@ def allocated(bench: DriverBench, kind: MemoryKind, nbytes: int) -> Iterator[Add
 
 
 def refuses(name: str | None, call: Callable[..., object], *arguments: object) -> DriverError:
-    """The refusal of what must be refused; with `name`, for that reason."""
+    """Return the DriverError that the call must raise; with `name`, check the error's name."""
     with pytest.raises(DriverError) as refused:
         call(*arguments)
     assert name in (None, refused.value.name)
@@ -75,8 +78,7 @@ def prefetch_and_wait(bench: DriverBench, spans: list[AddressRange], home: Memor
 
 
 def resident(bench: DriverBench, span: AddressRange) -> Mapping[MemoryLocation | None, int]:
-    if bench.resident is None:
-        pytest.skip("no one can say here where pages are")
+    assert bench.resident is not None, 'the test lacks @needs("page locations")'
     return {home: count for home, count in bench.resident(span).items() if count}
 
 
@@ -105,7 +107,7 @@ def kinds(bench: DriverBench) -> list[MemoryKind]:
 
 
 def gpu_kinds(bench: DriverBench) -> list[MemoryKind]:
-    """What the GPU can write."""
+    """The kinds of memory that the GPU can write."""
     return [k for k in kinds(bench) if k is not MemoryKind.SYSTEM or device(bench).pageable]
 
 
@@ -113,28 +115,37 @@ def migrates_pages(bench: DriverBench) -> bool:
     return bool(device(bench).managed and device(bench).concurrent_managed)
 
 
-def needs_prefetch(bench: DriverBench) -> None:
-    if not migrates_pages(bench):
-        pytest.skip("needs managed memory with concurrent access")
+def bench_abilities(bench: DriverBench) -> list[str]:
+    """The abilities of the bench's machine, as `needs` names them, sorted."""
+    properties, version = device(bench), bench.driver.version()
+    abilities = {
+        "prefetch": migrates_pages(bench),
+        "oversubscription": migrates_pages(bench) and not properties.integrated,
+        "one pool": migrates_pages(bench) and bool(properties.integrated),
+        "managed without concurrent access": bool(properties.managed and not properties.concurrent_managed),
+        "no managed memory": not properties.managed,
+        "host page tables": bool(properties.host_page_tables),
+        "ats": bool(properties.host_page_tables and not properties.integrated),
+        "no pageable access": not properties.pageable,
+        "discard": version >= CUDA_13,
+        "no discard": version < CUDA_13,
+        "page locations": bench.resident is not None,
+        "injected faults": bench.fail is not None,
+    }
+    return sorted(name for name, present in abilities.items() if present)
 
 
-def needs_movement(bench: DriverBench) -> None:
-    needs_oversubscription(bench)
-    if bench.resident is None:
-        pytest.skip("no one can say here where pages are")
+def needs(*abilities: str) -> Callable[[ContractTest], ContractTest]:
+    """Declare that a contract test applies only to machines with all of these abilities; it is not collected for
+    others.
+    """
+
+    def mark(test: ContractTest) -> ContractTest:
+        test.needs = frozenset(abilities)  # type: ignore[attr-defined]
+        return test
+
+    return mark
 
 
-def needs_oversubscription(bench: DriverBench) -> None:
-    needs_prefetch(bench)
-    if device(bench).integrated:
-        pytest.skip("one pool: there is nowhere to move to")
-
-
-def needs_ats(bench: DriverBench) -> None:
-    if not device(bench).host_page_tables or device(bench).integrated:
-        pytest.skip("needs ATS and two memories")
-
-
-def needs_discard(bench: DriverBench) -> None:
-    if bench.driver.version() < CUDA_13:
-        pytest.skip("needs CUDA 13")
+def needed_abilities(test: Callable[..., None]) -> frozenset[str]:
+    return getattr(test, "needs", frozenset())

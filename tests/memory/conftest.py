@@ -11,6 +11,6 @@ from tests.memory.on_fake import FakeProcessPool
 
 @pytest.fixture(scope="session")
 def fakes() -> Iterator[FakeProcessPool]:
-    running = FakeProcessPool()
-    yield running
-    running.close()
+    pool = FakeProcessPool()
+    yield pool
+    pool.close()

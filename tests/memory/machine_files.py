@@ -1,4 +1,4 @@
-"""Machines as folders of kernel files, and a driver that says what it is told to: what the probe's tests describe."""
+"""Machines described by folders of kernel files, and a driver with fixed properties, for tests of the probe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ H100 = DeviceProperties(0, "NVIDIA H100 80GB HBM3", 81_559 << 20, (9, 0), True, 
 
 
 class FakeProbeDriver:
-    """The part of a driver that a probe asks."""
+    """The part of a driver that the probe uses."""
 
     def __init__(
         self, *devices: DeviceProperties, free: int = 0, version: int = 13000, page_bytes: int = 4 * KIB
@@ -36,7 +36,7 @@ class FakeProbeDriver:
 
 
 def folder_host(root: Path, files: Mapping[str, str | bytes]) -> HostFacts:
-    """A host whose kernel files are these, and no others."""
+    """A host with exactly these kernel files."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

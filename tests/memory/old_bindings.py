@@ -1,7 +1,8 @@
-"""A stand-in for the bindings of CUDA 12, made from those of 13: the differences that `cuda.py` has to know.
+"""A stand-in for the bindings of CUDA 12, made from those of 13, with the differences that `cuda.py` handles.
 
-The plain names take a device number, the forms with a location end in _v2, and there are no batch calls. That real
-bindings of 12 behave so was seen by running the laws with cuda-bindings 12.9.10 in an environment of its own:
+The plain names take a device number, the forms with a location end in _v2, and there are no batch calls. That the real
+bindings of 12 behave like this was checked by running the contract with cuda-bindings 12.9.10 in a separate
+environment:
 
     python -m venv V && V/bin/pip install 'cuda-bindings==12.9.*' pytest pytest-timeout numpy
     V/bin/python -m pytest tests/memory/test_contract.py

@@ -24,7 +24,7 @@ import pytest
 
 from supertuner.memory.cuda import CudaDriver, open_cuda
 from supertuner.memory.driver import HOST, AddressRange, GpuLocation, MemoryLocation
-from tests.fakes.building import MIB, ROOT, FakeCuda, environment, load_fake
+from tests.fakes.fake_libraries import MIB, ROOT, FakeCuda, environment, load_fake
 
 DRIVER_CALLS = {
     "allocate": "cuMemAlloc",

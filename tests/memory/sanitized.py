@@ -1,4 +1,4 @@
-"""Builds and runs the program of eight threads with a sanitizer in it, in the fake driver's code as well as ours."""
+"""Builds and runs the eight-thread program with a sanitizer, which also instruments the fake driver."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.building import HERE, MIB, ROOT, WARNINGS, build_library, environment, libcuda_sources
+from tests.fakes.fake_libraries import HERE, MIB, ROOT, WARNINGS, build_library, environment, libcuda_sources
 
 PROGRAM = ROOT / "tests/memory/overflow/overflow_threads.c"
 
 
 def run_threads(sanitizer: str, operations: int, timeout_s: float) -> str:
-    """What the program says after so many operations; whatever the sanitizer finds is a failure."""
+    """The program's output after this many operations; any finding of the sanitizer fails the test."""
     if shutil.which("cc") is None:
-        pytest.skip("there is no C compiler here")
+        pytest.skip("no C compiler is installed")
     flags = (*WARNINGS, "-O1", "-g", f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer", "-pthread")
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "threads"

@@ -1,4 +1,4 @@
-"""Torch tensors over memory of a driver: a hint needs an address, and no more."""
+"""Torch tensors over memory of a driver, for tests of hints: a hint only needs an address."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def superchip(figures: EmulatedMachine = GH200) -> EmulatedSuperchip:
 
 @dataclass
 class DriverMemory:
-    """Memory of one kind, and tensors over it. Several over the same address are several storages, as in a pool."""
+    """Memory of one kind, and tensors over it. Several tensors over one address have separate storages, as in a memory
+    pool.
+    """
 
     driver: Driver
     kind: MemoryKind
@@ -41,14 +43,14 @@ class DriverMemory:
         map_zeros(self.span)
 
     def tensor(self) -> torch.Tensor:
-        """A new storage of bytes at this address. Never read: its values may not exist."""
+        """A new uint8 storage at this address. Never read: its values may not exist."""
         header = DLPackHeader(torch.device("cpu"))
         header.point_at(self.span.address, self.span.nbytes)
         return header.make_tensor()[0]
 
 
 def map_zeros(span: AddressRange) -> None:
-    """Zeros behind a modelled address, which is nobody's: a failing test prints its tensors, and must survive it."""
+    """Map zeros at a modelled address, because a failing test prints its tensors."""
     mmap = ctypes.CDLL(None, use_errno=True).mmap
     mmap.restype, mmap.argtypes = (
         ctypes.c_ssize_t,
@@ -60,7 +62,7 @@ def map_zeros(span: AddressRange) -> None:
 
 
 def host_tensor(pages: int = 16) -> torch.Tensor:
-    """Ordinary memory of this process, beginning on a page."""
+    """Page-aligned ordinary memory of this process."""
     memory = torch.zeros((pages + 1) * PAGE, dtype=torch.uint8)
     begin = -memory.data_ptr() % PAGE
     return memory[begin : begin + pages * PAGE]

@@ -1,5 +1,8 @@
-"""No driver call of `cuda.py` can be deleted unnoticed: each verb makes exactly the calls listed here, and each of
-them, made to fail, is a refusal under its own name. A call that the list does not know fails the last test."""
+"""Every driver call of `cuda.py` is tested: each method makes exactly the calls listed here, and each call that fails
+raises DriverError with its name.
+
+A driver call that is not listed fails the last test.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ PREFER = MemoryAdvice.PREFERRED_LOCATION
 
 
 class VerbMemory:
-    """What verbs are tried on."""
+    """The memory that the methods are tested with."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -47,7 +50,7 @@ class VerbMemory:
 
 
 def _started() -> CudaDriver:
-    """A driver that has done nothing yet; that there is none is told as the refusal that it comes from."""
+    """A newly opened driver. If opening fails, raises DriverError with the reason."""
     driver = open_cuda()
     if isinstance(driver, NotAvailable):
         raise DriverError(driver.reason, "", UNKNOWN)
@@ -105,7 +108,7 @@ VERBS: dict[str, tuple[Callable[[Driver, VerbMemory], object], list[str]]] = {
     "synchronize": (lambda d, m: d.synchronize(), ["cuStreamSynchronize", *ON]),
 }
 BEFORE_13 = {"prefetch": ["cuDriverGetVersion", "cuMemPrefetchAsync", "cuMemPrefetchAsync", *ON]}
-"""What differs without batch calls."""
+"""The differences without batch calls."""
 
 
 def expected(verb: str, has_batches: bool) -> dict[str, int]:
@@ -114,7 +117,7 @@ def expected(verb: str, has_batches: bool) -> dict[str, int]:
 
 
 def all_calls() -> list[str]:
-    """Every driver call that the product's syntax tree names, without the suffix of its version."""
+    """Every driver call in the syntax tree of `cuda.py`, without its version suffix."""
     tree = ast.parse(Path(product.__file__).read_text())
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -122,7 +125,7 @@ def all_calls() -> list[str]:
 
 
 def try_verb(bench: FakeBench, verb: str) -> None:
-    """In the process on the fake: the calls that a verb makes, then the verb with each of them failing."""
+    """Runs in the process on the fake driver: compare a method's calls, then let each of them fail."""
     act, calls = VERBS[verb][0], expected(verb, bench.driver.version() >= 13000)
     memory = VerbMemory(bench.driver)
     bench.fake.reset()
@@ -140,7 +143,7 @@ def try_verb(bench: FakeBench, verb: str) -> None:
 
 
 def _leave_all_contexts(bench: FakeBench) -> None:
-    """A cuCtxPopCurrent that failed has left its context behind."""
+    """Pop the contexts that a failed cuCtxPopCurrent left."""
     from cuda.bindings import driver as bindings
 
     bench.fake.reset()
@@ -149,16 +152,16 @@ def _leave_all_contexts(bench: FakeBench) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_makes_its_calls_and_each_that_fails_is_a_refusal(fakes: FakeProcessPool, verb: str) -> None:
+def test_a_method_makes_its_calls_and_raises_for_each_that_fails(fakes: FakeProcessPool, verb: str) -> None:
     fakes.run({"profile": "gh200"}, f"{__name__}:try_verb", {"verb": verb})
 
 
 @pytest.mark.parametrize("verb", BEFORE_13)
-def test_before_cuda_13_so_do_the_calls_that_stand_in_for_batches(fakes: FakeProcessPool, verb: str) -> None:
+def test_before_cuda_13_a_method_makes_separate_calls_instead_of_batch_calls(fakes: FakeProcessPool, verb: str) -> None:
     fakes.run({"profile": "gh200", "driver": 12020}, f"{__name__}:try_verb", {"verb": verb})
 
 
-def test_every_driver_call_of_the_product_is_in_the_list() -> None:
+def test_every_driver_call_of_cuda_py_is_listed() -> None:
     tried = {call for verb in VERBS for batches in (True, False) for call in expected(verb, batches)}
     assert len(tried) > 20
     assert sorted(tried) == all_calls()

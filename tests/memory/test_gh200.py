@@ -1,4 +1,4 @@
-"""The seeds' names do what they say, and the ramp changes only where a window begins."""
+"""The names of the GH200 forks work, and the ramp changes only where a window begins."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from supertuner import gh200
 from supertuner.gh200 import GH200GradientRamp
 from supertuner.optim.schedule import BatchRamp, windows
-from tests.fakes.building import ROOT, environment
+from tests.fakes.fake_libraries import ROOT, environment
 
-SEEDS = (
+FORK_NAMES = (
     "gh200_uvm_enabled",
     "set_uvm_hint_override",
     "prefer_cpu_residency",
@@ -25,30 +25,30 @@ SEEDS = (
 )
 
 
-@pytest.mark.parametrize("name", SEEDS)
-def test_the_names_of_the_seeds_are_here(name: str) -> None:
+@pytest.mark.parametrize("name", FORK_NAMES)
+def test_the_names_of_the_forks_exist(name: str) -> None:
     assert name in gh200.__all__
     assert callable(getattr(gh200, name))
 
 
-def test_importing_it_wakes_no_driver() -> None:
+def test_importing_it_does_not_load_the_driver() -> None:
     code = "import supertuner.gh200; print('libcuda.so' in open('/proc/self/maps').read())"
     env = environment()
     assert subprocess.check_output([sys.executable, "-c", code], env=env, cwd=ROOT, text=True).split() == ["False"]
 
 
 def sizes(ramp: GH200GradientRamp, micro_batches: int) -> list[int]:
-    """The windows that a loop with this ramp makes: micro-batches until the optimizer steps."""
-    made, filled = [], 0
+    """The window sizes of a loop with this ramp: micro-batches per optimizer step."""
+    window_sizes, filled = [], 0
     for micro in range(micro_batches):
         filled += 1
         if ramp.ends_window(micro):
-            made.append(filled)
+            window_sizes.append(filled)
             filled = 0
-    return made
+    return window_sizes
 
 
-def test_the_example_of_the_seeds_grows_as_the_trainer_grows() -> None:
+def test_the_example_of_the_forks_grows_like_the_trainers_windows() -> None:
     ramp = GH200GradientRamp(4, 32, 400, train_batch_size=1, world_size=1)
     ours = [len(window) for window in windows(2000, BatchRamp(4, 32, 400))][:80]
     assert sizes(ramp, 2000)[:80] == ours
@@ -62,10 +62,10 @@ ramps = st.builds(
 
 
 @given(ramps)
-def test_every_window_has_the_number_it_was_given_from_its_first_micro_batch_on(
-    given_ramp: tuple[GH200GradientRamp, int, int],
+def test_the_accumulation_steps_are_constant_within_a_window(
+    ramp_case: tuple[GH200GradientRamp, int, int],
 ) -> None:
-    ramp, _, _ = given_ramp
+    ramp, _, _ = ramp_case
     micro = 0
     while micro < 600:
         steps = ramp.gradient_accumulation_steps(micro)
@@ -76,10 +76,10 @@ def test_every_window_has_the_number_it_was_given_from_its_first_micro_batch_on(
 
 
 @given(ramps)
-def test_a_window_is_as_large_as_asked_over_all_processes_and_never_a_micro_batch_more(
-    given_ramp: tuple[GH200GradientRamp, int, int],
+def test_a_window_has_the_requested_size_over_all_processes_rounded_up_to_micro_batches(
+    ramp_case: tuple[GH200GradientRamp, int, int],
 ) -> None:
-    ramp, batch, world = given_ramp
+    ramp, batch, world = ramp_case
     for steps, wanted in (
         (ramp.gradient_accumulation_steps(0), ramp.ramp.start),
         (ramp.gradient_accumulation_steps(10**9), ramp.ramp.end),
@@ -89,7 +89,7 @@ def test_a_window_is_as_large_as_asked_over_all_processes_and_never_a_micro_batc
 
 
 @given(ramps)
-def test_it_never_falls(given_ramp: tuple[GH200GradientRamp, int, int]) -> None:
-    ramp, _, _ = given_ramp
+def test_the_accumulation_steps_never_decrease(ramp_case: tuple[GH200GradientRamp, int, int]) -> None:
+    ramp, _, _ = ramp_case
     steps = [ramp.gradient_accumulation_steps(micro) for micro in range(0, 2000, 7)]
     assert steps == sorted(steps)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from supertuner.core.types import MIB
-from tests.fakes.building import fake_nvml
+from tests.fakes.fake_libraries import fake_nvml
 
 ASK = """
 import ctypes, dataclasses, json, sys
 from supertuner.memory.driver import NotAvailable
-from supertuner.memory.telemetry.nvml import open_nvml
+from supertuner.memory.nvml import open_nvml
 
 nvml = open_nvml()
 if isinstance(nvml, NotAvailable):
@@ -96,6 +96,6 @@ def test_a_library_without_its_kernel_driver_is_missing_with_that_reason() -> No
     assert asked(fake_nvml(), "no_driver") == {"missing": "NVML is here, but the NVIDIA kernel driver is not loaded"}
 
 
-@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is an NVIDIA driver here")
+@pytest.mark.requires(not Path("/dev/nvidiactl").exists(), reason="this machine has an NVIDIA driver")
 def test_no_library_is_missing_with_that_reason() -> None:
     assert asked(None, "gh200") == {"missing": "no NVML (libnvidia-ml.so.1) here"}

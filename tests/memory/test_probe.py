@@ -15,7 +15,7 @@ from supertuner.core.types import GIB, KIB
 from supertuner.memory.driver import NotAvailable
 from supertuner.memory.nvml import NvmlGpuFacts
 from supertuner.memory.probe import free_gpu_bytes, host_available_bytes, probe_machine
-from tests.fakes.building import environment, fake_nvml, run_python
+from tests.fakes.fake_libraries import environment, fake_nvml, run_python
 from tests.memory.machine_files import (
     GB10,
     GH200,
@@ -34,7 +34,7 @@ ASK_REAL_BINDINGS = """
 import json
 from supertuner.core.host import HostFacts
 from supertuner.memory.cuda import open_cuda
-from supertuner.memory.telemetry.nvml import open_nvml
+from supertuner.memory.nvml import open_nvml
 from supertuner.memory.probe import probe_machine
 
 facts = probe_machine(HostFacts(), open_cuda(), open_nvml())

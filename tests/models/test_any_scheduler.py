@@ -11,9 +11,11 @@ import torch
 
 from supertuner.config.settings.model import ObjectiveSettings
 from supertuner.core.errors import ModelError
-from supertuner.models.families.sdxl.tiny import TinySdxl, write_pipeline
+from supertuner.models.families.sdxl.tiny import TinySdxl
+from supertuner.models.families.tiny_pipelines import write_pipeline
 from supertuner.models.family_registry import load_family
-from supertuner.models.objective.loss_weighting import loss_weight, objective_from_settings
+from supertuner.models.objective.from_settings import objective_from_settings
+from supertuner.models.objective.loss_weighting import loss_weight
 from supertuner.models.spec import ModelSource
 
 SCHEDULERS = sorted(name for name in dir(diffusers) if name.endswith("Scheduler") and not name.startswith("Flax"))
@@ -23,7 +25,7 @@ TRAINED = {"DDPMScheduler", "DDIMScheduler", "EulerDiscreteScheduler", "UniPCMul
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("sdxl") / "any"
-    write_pipeline(made, TinySdxl(), 0)
+    write_pipeline(TinySdxl(), made, 0)
     return made
 
 

@@ -1,4 +1,4 @@
-"""Optimizers by name: which one, at which rate, and that each of them trains."""
+"""The optimizer registry: learning rates, limits of Automagic, and that every optimizer trains."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.core.errors import TrainError
 from supertuner.optim.automagic.packed_rates import LearningRateLimits
 from supertuner.optim.optimizer_registry import OPTIMIZERS, automagic_limits, build_optimizer, learning_rate_for
-from tests.optim.training import NAMES, build_named_optimizer, build_weights, same_bits, train_steps
+from tests.optim.optimizer_builders import NAMES, build_named_optimizer, build_weights, same_bits, train_steps
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_optimizer_of_the_table_lowers_a_simple_loss(name: str) -> None:
-    made = torch.Generator().manual_seed(0)
-    weight = nn.Parameter(torch.randn(64, 128, generator=made))
-    wanted = torch.randn(64, 128, generator=made)
+def test_every_optimizer_lowers_a_simple_loss(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 128, generator=generator))
+    target = torch.randn(64, 128, generator=generator)
     automagic = {"learning_rate": 0.05, "min_lr": 0.01, "max_lr": 0.1, "lr_bump": 0.001}
     settings = {"prodigy": {}, "adafactor": {}, "automagic": automagic}.get(name, {"learning_rate": 0.05})
     trained = build_named_optimizer(name, {"w": weight}, weight_decay=0.0, **settings)
-    first = (weight.detach() - wanted).square().mean()
+    first = (weight.detach() - target).square().mean()
     for _ in range(60):
-        (weight - wanted).square().mean().backward()
+        (weight - target).square().mean().backward()
         trained.step()
         trained.zero_grad()
-    assert (weight.detach() - wanted).square().mean() < 0.8 * first
+    assert (weight.detach() - target).square().mean() < 0.8 * first
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_rate_of_nearly_nothing_moves_nothing(name: str) -> None:
+def test_a_learning_rate_near_zero_changes_no_weight(name: str) -> None:
     parameters = build_weights()
     before = {key: p.detach().clone() for key, p in parameters.items()}
-    made = build_named_optimizer(name, parameters)
+    optimizer = build_named_optimizer(name, parameters)
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
-    made.set_learning_rate(1e-30)
-    made.step()
+    optimizer.set_learning_rate(1e-30)
+    optimizer.step()
     assert all(torch.allclose(p, before[key], atol=1e-12, rtol=0) for key, p in parameters.items())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weight_decay_is_that_of_the_settings_or_of_the_table(name: str) -> None:
+def test_weight_decay_comes_from_the_settings_or_from_the_registry(name: str) -> None:
     group = build_named_optimizer(name, build_weights(), weight_decay=0.25).torch_optimizer.param_groups[0]
     assert group["weight_decay"] == 0.25
     group = build_named_optimizer(name, build_weights()).torch_optimizer.param_groups[0]
     assert group["weight_decay"] == OPTIMIZERS[name].weight_decay
 
 
-def test_weight_decay_of_prodigy_is_not_announced_on_the_screen() -> None:
+def test_prodigy_prints_nothing_about_weight_decay() -> None:
     screen = io.StringIO()
     with redirect_stdout(screen):
         build_named_optimizer("prodigy", build_weights(), weight_decay=0.1)
     assert screen.getvalue() == ""
 
 
-def test_an_expert_takes_its_own_rate_then_that_of_all_then_that_of_the_table() -> None:
+def test_an_expert_uses_its_own_rate_then_the_shared_rate_then_the_default() -> None:
     own = OptimizerSettings(learning_rate=1e-3, high_noise_lr=2e-3)
     assert learning_rate_for(own, "high_noise") == 2e-3
     assert learning_rate_for(own, "low_noise") == 1e-3
@@ -69,46 +69,53 @@ def test_an_expert_takes_its_own_rate_then_that_of_all_then_that_of_the_table() 
     assert build_optimizer(own, build_weights(), "high_noise").base_learning_rate == 2e-3
 
 
-def test_limits_of_a_stage_act_whether_or_not_those_of_all_are_set() -> None:
-    """The forks read stage keys only where the base keys are set too."""
-    seed = {"high_noise_lr_bump": 1e-6, "low_noise_lr_bump": 5e-7, "high_noise_max_lr": 1e-3, "low_noise_max_lr": 5e-4}
-    settings = OptimizerSettings.model_validate({"name": "automagic", **seed})
+def test_limits_of_an_expert_apply_with_or_without_shared_limits() -> None:
+    """The GH200 forks read an expert's keys only if the shared keys are set too."""
+    per_expert = {
+        "high_noise_lr_bump": 1e-6,
+        "low_noise_lr_bump": 5e-7,
+        "high_noise_max_lr": 1e-3,
+        "low_noise_max_lr": 5e-4,
+    }
+    settings = OptimizerSettings.model_validate({"name": "automagic", **per_expert})
     assert automagic_limits(settings, "high_noise") == LearningRateLimits(
         start=1e-6, bump=1e-6, lowest=1e-7, highest=1e-3
     )
     assert automagic_limits(settings, "low_noise") == LearningRateLimits(
         start=1e-6, bump=5e-7, lowest=1e-7, highest=5e-4
     )
-    base = OptimizerSettings.model_validate({"name": "automagic", "lr_bump": 2e-6, "low_noise_min_lr": 1e-8, **seed})
+    base = OptimizerSettings.model_validate(
+        {"name": "automagic", "lr_bump": 2e-6, "low_noise_min_lr": 1e-8, **per_expert}
+    )
     assert automagic_limits(base, "low_noise") == LearningRateLimits(start=1e-6, bump=5e-7, lowest=1e-8, highest=5e-4)
     assert automagic_limits(base, "model") == LearningRateLimits(start=1e-6, bump=2e-6, lowest=1e-7, highest=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         (
             {"learning_rate": 0.1},
             r"^optimizer\.learning_rate 0\.1, .* not between min_lr 1e-07 \(unset\) and max_lr",
         ),
-        ({"low_noise_lr": 0.1, "learning_rate": 1e-6}, r"^optimizer\.low_noise_lr 0\.1, .*; leave it out, or widen"),
-        ({"lr_bump": 0.5}, r"^optimizer\.lr_bump 0\.5 is more than lies between .*; set a smaller one"),
+        ({"low_noise_lr": 0.1, "learning_rate": 1e-6}, r"^optimizer\.low_noise_lr 0\.1, .*; remove it or widen"),
+        ({"lr_bump": 0.5}, r"^optimizer\.lr_bump 0\.5 is larger than the range from .*; set a smaller bump"),
     ],
 )
-def test_rates_that_have_nowhere_to_go_are_refused(settings: dict[str, float], words: str) -> None:
-    with pytest.raises(TrainError, match=words):
+def test_conflicting_rates_and_limits_raise_an_error(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(TrainError, match=message):
         automagic_limits(OptimizerSettings.model_validate({"name": "automagic", **settings}), "low_noise")
 
 
-def test_limits_that_fit_two_experts_and_not_the_only_one_are_refused() -> None:
+def test_limits_that_suit_two_experts_but_not_a_single_one_raise_an_error() -> None:
     both = {"min_lr": 0.01, "high_noise_max_lr": 0.1, "low_noise_max_lr": 0.1}
     settings = OptimizerSettings.model_validate({"name": "automagic", **both})
     assert automagic_limits(settings, "low_noise").highest == 0.1
-    with pytest.raises(TrainError, match=r"^max_lr 0\.001 \(unset\) is below optimizer\.min_lr 0\.01: .*; set both"):
+    with pytest.raises(TrainError, match=r"^max_lr 0\.001 \(unset\) is below optimizer\.min_lr 0\.01; .*: set both"):
         automagic_limits(settings, "model")
 
 
-def test_a_start_and_a_bump_that_nobody_chose_give_way_to_the_limits() -> None:
+def test_the_default_start_and_bump_adapt_to_the_limits() -> None:
     settings = OptimizerSettings.model_validate({"name": "automagic", "min_lr": 1e-5})
     assert learning_rate_for(settings, "model") == 1e-5
     narrow = OptimizerSettings.model_validate({"name": "automagic", "max_lr": 5e-7})
@@ -119,8 +126,8 @@ def test_a_start_and_a_bump_that_nobody_chose_give_way_to_the_limits() -> None:
     assert automagic_limits(fixed, "model").bump == 1e-6
 
 
-def test_an_expert_with_nothing_to_train_is_refused() -> None:
-    with pytest.raises(TrainError, match="high_noise has nothing to train"):
+def test_an_expert_without_trainable_parameters_raises_an_error() -> None:
+    with pytest.raises(TrainError, match="high_noise has no trainable parameters"):
         build_optimizer(OptimizerSettings(), {}, "high_noise")
 
 
@@ -128,39 +135,39 @@ def test_adamw_is_fused_on_this_machine() -> None:
     assert build_named_optimizer("adamw", build_weights()).torch_optimizer.param_groups[0]["fused"] is True
 
 
-def test_eight_bit_adamw_keeps_large_moments_in_eight_bits() -> None:
+def test_adamw8bit_stores_large_moments_in_8_bits() -> None:
     parameters = build_weights()
-    made = build_named_optimizer("adamw8bit", parameters)
-    train_steps(made, 0, 1)
-    moments = made.torch_optimizer.state[parameters["blocks.0.lora_A.weight"]]
+    optimizer = build_named_optimizer("adamw8bit", parameters)
+    train_steps(optimizer, 0, 1)
+    moments = optimizer.torch_optimizer.state[parameters["blocks.0.lora_A.weight"]]
     assert moments["exp_avg"].codes.dtype == torch.uint8
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "schedule_free"])
-def test_optimizers_that_train_what_they_mean_have_no_averaged_weights(name: str) -> None:
+def test_only_schedule_free_has_averaged_weights(name: str) -> None:
     assert build_named_optimizer(name, build_weights()).averaged_weights() is None
 
 
-def test_averaged_weights_of_schedule_free_are_what_its_own_swap_gives() -> None:
+def test_averaged_weights_equal_those_of_schedule_frees_own_eval_mode() -> None:
     parameters = build_weights()
-    made = build_named_optimizer("schedule_free", parameters)
-    assert same_bits(made.averaged_weights() or {}, parameters)  # nothing trained yet: one and the same
-    train_steps(made, 0, 5)
-    averaged = made.averaged_weights()
+    optimizer = build_named_optimizer("schedule_free", parameters)
+    assert same_bits(optimizer.averaged_weights() or {}, parameters)  # before the first step they are the parameters
+    train_steps(optimizer, 0, 5)
+    averaged = optimizer.averaged_weights()
     assert averaged is not None
     assert not torch.equal(averaged["blocks.0.lora_A.weight"], parameters["blocks.0.lora_A.weight"])
-    made.torch_optimizer.eval()  # type: ignore[attr-defined]
+    optimizer.torch_optimizer.eval()  # type: ignore[attr-defined]
     assert all(torch.allclose(averaged[key], p, atol=1e-7) for key, p in parameters.items())
 
 
-def test_asking_for_averaged_weights_changes_no_bit_of_the_training() -> None:
-    quiet, asked = (
+def test_reading_averaged_weights_changes_no_bit_of_the_training() -> None:
+    unread, read = (
         build_named_optimizer("schedule_free", build_weights()),
         build_named_optimizer("schedule_free", build_weights()),
     )
     for step in range(12):
-        train_steps(quiet, step, step + 1)
-        train_steps(asked, step, step + 1)
-        for copy in (asked.averaged_weights() or {}).values():
-            copy.zero_()  # a copy: whoever gets it may do with it what he likes
-    assert same_bits(quiet.parameters, asked.parameters)
+        train_steps(unread, step, step + 1)
+        train_steps(read, step, step + 1)
+        for copy in (read.averaged_weights() or {}).values():
+            copy.zero_()  # the result is a copy, so changing it has no effect
+    assert same_bits(unread.parameters, read.parameters)

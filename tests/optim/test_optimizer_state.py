@@ -1,4 +1,4 @@
-"""What optimizers remember, through a real file: training goes on as if nothing had happened, to the bit."""
+"""Optimizer state in a file: a resumed training is equal to an uninterrupted one to the bit."""
 
 from __future__ import annotations
 
@@ -16,104 +16,107 @@ from torch import nn
 from supertuner.core.errors import CheckpointError
 from supertuner.optim.optimizer_registry import ExpertOptimizer
 from supertuner.optim.optimizer_state import pack_state, restore_state
-from tests.optim.training import NAMES, build_named_optimizer, build_weights, same_bits, train_steps
+from tests.optim.optimizer_builders import NAMES, build_named_optimizer, build_weights, same_bits, train_steps
 
 
-def saved(made: ExpertOptimizer, folder: Path) -> None:
-    tensors, meta = pack_state(made)
+def save_optimizer(optimizer: ExpertOptimizer, folder: Path) -> None:
+    tensors, meta = pack_state(optimizer)
     save_file(tensors, folder / "optimizer.safetensors")
-    save_file({name: p.detach().contiguous() for name, p in made.parameters.items()}, folder / "weights.safetensors")
+    save_file(
+        {name: p.detach().contiguous() for name, p in optimizer.parameters.items()}, folder / "weights.safetensors"
+    )
     (folder / "optimizer.json").write_text(json.dumps(meta, allow_nan=False))
 
 
-def resumed(name: str, folder: Path, **settings: object) -> ExpertOptimizer:
-    parameters = build_weights(seed=9)  # other values: everything must come out of the files
+def load_optimizer(name: str, folder: Path, **settings: object) -> ExpertOptimizer:
+    parameters = build_weights(seed=9)  # other values, so that everything must come from the files
     for key, stored in load_file(folder / "weights.safetensors").items():
         parameters[key].data.copy_(stored)
-    made = build_named_optimizer(name, parameters, **settings)
+    optimizer = build_named_optimizer(name, parameters, **settings)
     restore_state(
-        made, load_file(folder / "optimizer.safetensors"), json.loads((folder / "optimizer.json").read_text())
+        optimizer, load_file(folder / "optimizer.safetensors"), json.loads((folder / "optimizer.json").read_text())
     )
-    return made
+    return optimizer
 
 
-@pytest.mark.parametrize("begun", [0, 1, 7])
+@pytest.mark.parametrize("steps_before", [0, 1, 7])
 @pytest.mark.parametrize("name", NAMES)
-def test_training_goes_on_from_a_file_to_the_bit(name: str, begun: int, tmp_path: Path) -> None:
-    whole = build_named_optimizer(name, build_weights(), weight_decay=0.01)
-    train_steps(whole, 0, begun + 8)
+def test_training_continues_from_a_file_to_the_bit(name: str, steps_before: int, tmp_path: Path) -> None:
+    uninterrupted = build_named_optimizer(name, build_weights(), weight_decay=0.01)
+    train_steps(uninterrupted, 0, steps_before + 8)
     first = build_named_optimizer(name, build_weights(), weight_decay=0.01)
-    train_steps(first, 0, begun)
-    saved(first, tmp_path)
-    second = resumed(name, tmp_path, weight_decay=0.01)
-    train_steps(second, begun, begun + 8)
-    assert same_bits(whole.parameters, second.parameters)
-    assert same_bits(pack_state(whole)[0], pack_state(second)[0])
-    assert pack_state(whole)[1] == pack_state(second)[1]
+    train_steps(first, 0, steps_before)
+    save_optimizer(first, tmp_path)
+    second = load_optimizer(name, tmp_path, weight_decay=0.01)
+    train_steps(second, steps_before, steps_before + 8)
+    assert same_bits(uninterrupted.parameters, second.parameters)
+    assert same_bits(pack_state(uninterrupted)[0], pack_state(second)[0])
+    assert pack_state(uninterrupted)[1] == pack_state(second)[1]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_packing_changes_no_bit_and_the_copies_stay_as_they_were(name: str) -> None:
-    made, other = build_named_optimizer(name, build_weights()), build_named_optimizer(name, build_weights())
-    train_steps(made, 0, 3)
+def test_packing_changes_no_bit_and_later_steps_do_not_change_the_copies(name: str) -> None:
+    optimizer, other = build_named_optimizer(name, build_weights()), build_named_optimizer(name, build_weights())
+    train_steps(optimizer, 0, 3)
     train_steps(other, 0, 3)
-    tensors, _ = pack_state(made)
-    kept = {key: tensor.clone() for key, tensor in tensors.items()}
-    train_steps(made, 3, 6)
+    tensors, _ = pack_state(optimizer)
+    copies = {key: tensor.clone() for key, tensor in tensors.items()}
+    train_steps(optimizer, 3, 6)
     train_steps(other, 3, 6)
-    assert same_bits(tensors, kept)
-    assert same_bits(made.parameters, other.parameters)
+    assert same_bits(tensors, copies)
+    assert same_bits(optimizer.parameters, other.parameters)
 
 
 IN_ANOTHER_PROCESS = """
 import sys
 from pathlib import Path
-from tests.optim.test_state import resumed, saved
-from tests.optim.training import train
+from tests.optim.test_optimizer_state import load_optimizer, save_optimizer
+from tests.optim.optimizer_builders import train_steps
 for name in sys.argv[2:]:
     folder = Path(sys.argv[1]) / name
-    made = resumed(name, folder)
-    train(made, 4, 9)
-    saved(made, folder)
+    optimizer = load_optimizer(name, folder)
+    train_steps(optimizer, 4, 9)
+    save_optimizer(optimizer, folder)
 """
 
 
-def test_another_process_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_another_process_continues_to_the_bit(tmp_path: Path) -> None:
     for name in NAMES:
         (tmp_path / name).mkdir()
-        made = build_named_optimizer(name, build_weights())
-        train_steps(made, 0, 4)
-        saved(made, tmp_path / name)
+        optimizer = build_named_optimizer(name, build_weights())
+        train_steps(optimizer, 0, 4)
+        save_optimizer(optimizer, tmp_path / name)
     command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(tmp_path), *NAMES]
     subprocess.run(command, check=True, capture_output=True)
     for name in NAMES:
-        whole = build_named_optimizer(name, build_weights())
-        train_steps(whole, 0, 9)
-        assert same_bits(load_file(tmp_path / name / "optimizer.safetensors"), pack_state(whole)[0]), name
+        uninterrupted = build_named_optimizer(name, build_weights())
+        train_steps(uninterrupted, 0, 9)
+        assert same_bits(load_file(tmp_path / name / "optimizer.safetensors"), pack_state(uninterrupted)[0]), name
         assert same_bits(
-            load_file(tmp_path / name / "weights.safetensors"), {k: p.detach() for k, p in whole.parameters.items()}
+            load_file(tmp_path / name / "weights.safetensors"),
+            {k: p.detach() for k, p in uninterrupted.parameters.items()},
         ), name
 
 
-def test_rate_and_weight_decay_come_from_the_settings_of_the_resumed_run() -> None:
-    made = build_named_optimizer("schedule_free", build_weights(), learning_rate=1e-3, weight_decay=0.1)
-    train_steps(made, 0, 2)
+def test_learning_rate_and_weight_decay_come_from_the_settings_of_the_resumed_run() -> None:
+    optimizer = build_named_optimizer("schedule_free", build_weights(), learning_rate=1e-3, weight_decay=0.1)
+    train_steps(optimizer, 0, 2)
     other = build_named_optimizer("schedule_free", build_weights(), learning_rate=2e-3, weight_decay=0.2)
-    restore_state(other, *pack_state(made))
+    restore_state(other, *pack_state(optimizer))
     group = other.torch_optimizer.param_groups[0]
     assert (other.base_learning_rate, group["lr"], group["weight_decay"], group["k"]) == (2e-3, 2e-3, 0.2, 2)
 
 
-def test_a_parameter_without_a_gradient_has_no_state_and_needs_none() -> None:
-    made = build_named_optimizer("adamw", build_weights())
-    train_steps(made, 0, 1)
-    assert not any(key.startswith("unused/") for key in pack_state(made)[0])
+def test_a_parameter_without_a_gradient_has_no_state() -> None:
+    optimizer = build_named_optimizer("adamw", build_weights())
+    train_steps(optimizer, 0, 1)
+    assert not any(key.startswith("unused/") for key in pack_state(optimizer)[0])
 
 
-def broken(change: str) -> tuple[ExpertOptimizer, dict[str, torch.Tensor], dict[str, Any]]:
-    made = build_named_optimizer("adamw", build_weights())
-    train_steps(made, 0, 1)
-    tensors, meta = pack_state(made)
+def corrupted_state(change: str) -> tuple[ExpertOptimizer, dict[str, torch.Tensor], dict[str, Any]]:
+    optimizer = build_named_optimizer("adamw", build_weights())
+    train_steps(optimizer, 0, 1)
+    tensors, meta = pack_state(optimizer)
     if change == "missing":
         del tensors["scale/exp_avg"]
     elif change == "extra":
@@ -126,60 +129,67 @@ def broken(change: str) -> tuple[ExpertOptimizer, dict[str, torch.Tensor], dict[
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ("missing", "lacks scale/exp_avg"),
-        ("extra", "has scale/momentum too many"),
-        ("shape", r"blocks.0.bias/exp_avg has shape \[36\], and the parameter asks for \[37\]"),
-        ("stranger", "has blocks.9.bias too many"),
+        ("extra", "also has scale/momentum"),
+        (
+            "shape",
+            r"blocks.0.bias/exp_avg in the saved optimizer state has shape \[36\], and its parameter needs \[37\]",
+        ),
+        ("stranger", "also has blocks.9.bias"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(change: str, words: str) -> None:
-    made, tensors, meta = broken(change)
-    with pytest.raises(CheckpointError, match=words):
-        restore_state(made, tensors, meta)
-    assert not made.torch_optimizer.state
+def test_a_state_that_does_not_match_raises_an_error_with_the_name_and_changes_nothing(
+    change: str, message: str
+) -> None:
+    optimizer, tensors, meta = corrupted_state(change)
+    with pytest.raises(CheckpointError, match=message):
+        restore_state(optimizer, tensors, meta)
+    assert not optimizer.torch_optimizer.state
 
 
-def test_a_state_of_other_parameters_names_them() -> None:
-    made = build_named_optimizer("adamw", build_weights())
+def test_a_state_of_other_parameters_raises_an_error_with_their_names() -> None:
+    optimizer = build_named_optimizer("adamw", build_weights())
     fewer = {key: p for key, p in build_weights().items() if key != "scale"}
-    with pytest.raises(CheckpointError, match="has scale too many"):
-        restore_state(build_named_optimizer("adamw", fewer), *pack_state(made))
+    with pytest.raises(CheckpointError, match="also has scale"):
+        restore_state(build_named_optimizer("adamw", fewer), *pack_state(optimizer))
     with pytest.raises(CheckpointError, match="lacks scale"):
-        restore_state(made, *pack_state(build_named_optimizer("adamw", fewer)))
+        restore_state(optimizer, *pack_state(build_named_optimizer("adamw", fewer)))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_state_finds_its_parameters_by_their_names_in_whatever_order_they_come(name: str) -> None:
-    """All of one shape: a state that went by place would fit every one of them."""
+def test_a_state_is_matched_to_parameters_by_name_in_any_order(name: str) -> None:
+    """All parameters have one shape, so that a state matched by index would go unnoticed."""
     names = ("b", "a", "d", "c")
-    drawn = torch.Generator().manual_seed(3)
-    values = {one: torch.randn(24, 16, generator=drawn) for one in names}
-    made = build_named_optimizer(name, {one: nn.Parameter(values[one].clone()) for one in names})
-    train_steps(made, 0, 3)
-    turned = build_named_optimizer(name, {one: nn.Parameter(values[one].clone()) for one in sorted(names)})
-    restore_state(turned, *pack_state(made))
-    assert same_bits(pack_state(turned)[0], pack_state(made)[0]) and len(pack_state(made)[0]) >= 2 * len(names)
+    generator = torch.Generator().manual_seed(3)
+    values = {key: torch.randn(24, 16, generator=generator) for key in names}
+    optimizer = build_named_optimizer(name, {key: nn.Parameter(values[key].clone()) for key in names})
+    train_steps(optimizer, 0, 3)
+    reordered = build_named_optimizer(name, {key: nn.Parameter(values[key].clone()) for key in sorted(names)})
+    restore_state(reordered, *pack_state(optimizer))
+    assert same_bits(pack_state(reordered)[0], pack_state(optimizer)[0]) and len(pack_state(optimizer)[0]) >= 2 * len(
+        names
+    )
 
 
-def test_a_state_of_another_optimizer_is_refused() -> None:
-    with pytest.raises(CheckpointError, match='"prodigy", and the configuration says "adamw"'):
+def test_a_state_of_another_optimizer_raises_an_error() -> None:
+    with pytest.raises(CheckpointError, match='"prodigy", but the configuration has "adamw"'):
         restore_state(
             build_named_optimizer("adamw", build_weights()),
             *pack_state(build_named_optimizer("prodigy", build_weights())),
         )
 
 
-def test_half_an_eight_bit_entry_is_refused() -> None:
-    made = build_named_optimizer("adamw8bit", build_weights())
-    train_steps(made, 0, 1)
-    tensors, meta = pack_state(made)
+def test_an_8_bit_entry_without_its_scale_raises_an_error() -> None:
+    optimizer = build_named_optimizer("adamw8bit", build_weights())
+    train_steps(optimizer, 0, 1)
+    tensors, meta = pack_state(optimizer)
     del tensors["blocks.0.lora_A.weight/exp_avg.scale"]
     with pytest.raises(CheckpointError, match=r"lacks blocks.0.lora_A.weight/exp_avg.scale"):
         restore_state(build_named_optimizer("adamw8bit", build_weights()), tensors, meta)
 
 
-def test_an_empty_state_is_refused_with_what_it_lacks() -> None:
+def test_an_empty_state_raises_an_error_with_the_missing_keys() -> None:
     with pytest.raises(CheckpointError, match="has no group, optimizer, parameters"):
         restore_state(build_named_optimizer("adamw", build_weights()), {}, {})

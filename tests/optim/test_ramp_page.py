@@ -1,4 +1,4 @@
-"""The figures on the page about the ramp are those of the functions that the trainer uses."""
+"""docs/ramp.md agrees with the functions that the trainer uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "ramp.md").read_text()
 
 
 def tables() -> list[list[list[int]]]:
-    """Every table of the page whose rows are whole numbers only."""
+    """Every table of the page that consists of whole numbers."""
     blocks = re.findall(r"(?:^\|.*\|\n)+", PAGE, re.MULTILINE)
     found = [[re.findall(r"[^|]+", row) for row in block.splitlines()[2:]] for block in blocks]
     return [
@@ -43,18 +43,18 @@ def second_example() -> RunConfig:
     return RunConfig.model_validate({"train": {"batch_size": 32}, "gh200_optimizations": ramp})
 
 
-def check_rows(rows: list[list[int]], course: TrainingSchedule, batch_size: int) -> None:
+def check_rows(rows: list[list[int]], schedule: TrainingSchedule, batch_size: int) -> None:
     for step, consumed, size, micro_batches in rows:
-        assert course.window_at(step).start == consumed
-        assert window_samples(consumed, course.ramp) == size
+        assert schedule.window_at(step).start == consumed
+        assert window_samples(consumed, schedule.ramp) == size
         assert accumulation_steps(size, batch_size, world_size=1) == micro_batches
 
 
-def test_the_tables_of_windows_are_true() -> None:
+def test_the_tables_of_windows_are_right() -> None:
     first, second, _ = tables()
-    course = build_training_schedule(example(), lambda epochs: 100_000 * epochs, world_size=1)
-    check_rows(first, course, batch_size=1)
-    last = course.spans[-1]
+    schedule = build_training_schedule(example(), lambda epochs: 100_000 * epochs, world_size=1)
+    check_rows(first, schedule, batch_size=1)
+    last = schedule.spans[-1]
     assert (last.first_step, last.first_position) == (first[-1][0], first[-1][1])
     assert f"The ramp is over after {last.first_step} steps and {last.first_position} samples" in PAGE
     wide = build_training_schedule(second_example(), lambda epochs: 100_000 * epochs, world_size=1)
@@ -62,7 +62,7 @@ def test_the_tables_of_windows_are_true() -> None:
     assert f"{wide.ramp.samples:,} samples long" in PAGE
 
 
-def test_the_table_of_steps_is_true() -> None:
+def test_the_table_of_steps_is_right() -> None:
     *_, steps = tables()
     assert len(steps) == 4
     for samples, with_ramp, without in steps:
@@ -70,7 +70,7 @@ def test_the_table_of_steps_is_true() -> None:
         assert sum(1 for _ in windows(samples, BatchRamp(32, 32))) == without
 
 
-def test_the_lines_of_the_log_are_true() -> None:
-    course = build_training_schedule(example(), lambda epochs: 100_000 * epochs, world_size=1)
-    assert ramp_text(course.ramp, batch_size=1, world_size=1) in PAGE
-    assert ramp_change_text(course.spans[1].window_size, batch_size=1, world_size=1) in PAGE
+def test_the_quoted_log_lines_are_right() -> None:
+    schedule = build_training_schedule(example(), lambda epochs: 100_000 * epochs, world_size=1)
+    assert ramp_text(schedule.ramp, batch_size=1, world_size=1) in PAGE
+    assert ramp_change_text(schedule.spans[1].window_size, batch_size=1, world_size=1) in PAGE

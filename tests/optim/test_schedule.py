@@ -1,4 +1,4 @@
-"""Windows, number of steps, learning rate and stage: functions of position, the same whoever asks and whenever."""
+"""Windows, number of steps, learning rate and active expert as pure functions of the position."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def ramps(draw: st.DrawFn) -> BatchRamp:
 
 
 def configured(train: dict[str, Any] | None = None, **ramp: Any) -> RunConfig:
-    more = {"enable_batch_size_rampup": True, **ramp} if ramp else {}
-    return RunConfig.model_validate({"train": train or {}, "gh200_optimizations": more})
+    ramp_settings = {"enable_batch_size_rampup": True, **ramp} if ramp else {}
+    return RunConfig.model_validate({"train": train or {}, "gh200_optimizations": ramp_settings})
 
 
 def epochs_of(samples: int) -> Callable[[int], int]:
@@ -73,57 +73,59 @@ def test_the_ramp_begins_at_its_start_and_ends_at_its_end(ramp: BatchRamp) -> No
 
 
 @given(ramps(), TOTALS, st.integers(1, 300), st.integers(1, 3))
-def test_the_course_agrees_with_counting(ramp: BatchRamp, samples: int, max_steps: int, epochs: int) -> None:
+def test_the_schedule_agrees_with_enumerating_the_windows(
+    ramp: BatchRamp, samples: int, max_steps: int, epochs: int
+) -> None:
     config = configured(
         {"max_steps": max_steps, "num_epochs": epochs, "batch_size": 1},
         initial_effective_batch_size=ramp.start,
         target_effective_batch_size=ramp.end,
         batch_rampup_steps=max(1, ramp.samples),
     )
-    course = build_training_schedule(config, epochs_of(samples), world_size=1)
-    counted = list(windows(epochs * samples, course.ramp))[:max_steps]
-    assert course.total_steps == len(counted)
-    assert course.total_samples == counted[-1].stop
-    assert [course.window_at(step) for step in range(course.total_steps)] == counted
-    assert all(course.step_at(p) == step for step, window in enumerate(counted) for p in (window[0], window[-1]))
-    assert course.step_at(course.total_samples) == course.total_steps
-    assert [course.samples_after(step) for step in range(course.total_steps + 2)] == [
-        *(window[0] for window in counted),
-        course.total_samples,
-        course.total_samples,
+    schedule = build_training_schedule(config, epochs_of(samples), world_size=1)
+    expected = list(windows(epochs * samples, schedule.ramp))[:max_steps]
+    assert schedule.total_steps == len(expected)
+    assert schedule.total_samples == expected[-1].stop
+    assert [schedule.window_at(step) for step in range(schedule.total_steps)] == expected
+    assert all(schedule.step_at(p) == step for step, window in enumerate(expected) for p in (window[0], window[-1]))
+    assert schedule.step_at(schedule.total_samples) == schedule.total_steps
+    assert [schedule.samples_after(step) for step in range(schedule.total_steps + 2)] == [
+        *(window[0] for window in expected),
+        schedule.total_samples,
+        schedule.total_samples,
     ]
-    sizes = [window_samples(window.start, course.ramp) for window in counted]
+    sizes = [window_samples(window.start, schedule.ramp) for window in expected]
     changed = [step for step in range(1, len(sizes)) if sizes[step] != sizes[step - 1]]
-    assert [step for step in range(course.total_steps) if course.window_size_changes_at(step)] == changed
+    assert [step for step in range(schedule.total_steps) if schedule.window_size_changes_at(step)] == changed
 
 
-def test_a_course_of_a_billion_samples_is_known_at_once_and_in_little_memory() -> None:
+def test_a_schedule_of_ten_billion_samples_is_computed_at_once_and_in_little_memory() -> None:
     config = configured(
         {"num_epochs": 1000, "batch_size": 4},
         initial_effective_batch_size=1,
         target_effective_batch_size=512,
         batch_rampup_steps=25_000_000,
     )
-    begun = time.process_time()
-    course = build_training_schedule(config, epochs_of(10_000_000), world_size=1)
-    last = course.window_at(course.total_steps - 1)
-    assert time.process_time() - begun < 1
-    assert last.stop == course.total_samples == 10**10
-    assert course.total_steps > 19_000_000
-    assert len(course.spans) <= 512
+    start_s = time.process_time()
+    schedule = build_training_schedule(config, epochs_of(10_000_000), world_size=1)
+    last = schedule.window_at(schedule.total_steps - 1)
+    assert time.process_time() - start_s < 1
+    assert last.stop == schedule.total_samples == 10**10
+    assert schedule.total_steps > 19_000_000
+    assert len(schedule.spans) <= 512
 
 
-def test_max_steps_ends_the_run_after_so_many_whole_windows() -> None:
-    course = build_training_schedule(configured({"batch_size": 3, "max_steps": 7}), epochs_of(10), world_size=2)
-    assert (course.total_steps, course.total_samples) == (7, 42)
-    assert course.end_reason == "train.max_steps 7 ends the run"
+def test_max_steps_ends_the_run_after_that_many_whole_windows() -> None:
+    schedule = build_training_schedule(configured({"batch_size": 3, "max_steps": 7}), epochs_of(10), world_size=2)
+    assert (schedule.total_steps, schedule.total_samples) == (7, 42)
+    assert schedule.end_reason == "train.max_steps 7 ends the run"
 
 
 def test_epochs_end_the_run_where_the_last_epoch_ends_with_a_short_window() -> None:
-    course = build_training_schedule(configured({"batch_size": 4, "num_epochs": 3}), epochs_of(10), world_size=1)
-    assert (course.total_steps, course.total_samples) == (8, 30)
-    assert course.window_at(7) == range(28, 30)
-    assert course.end_reason == "train.num_epochs 3 ends the run"
+    schedule = build_training_schedule(configured({"batch_size": 4, "num_epochs": 3}), epochs_of(10), world_size=1)
+    assert (schedule.total_steps, schedule.total_samples) == (8, 30)
+    assert schedule.window_at(7) == range(28, 30)
+    assert schedule.end_reason == "train.num_epochs 3 ends the run"
 
 
 @pytest.mark.parametrize(
@@ -134,16 +136,16 @@ def test_epochs_end_the_run_where_the_last_epoch_ends_with_a_short_window() -> N
         (9, 8, "train.num_epochs 3 ends the run, before train.max_steps 9"),
     ],
 )
-def test_of_steps_and_epochs_whichever_ends_first_ends_the_run(max_steps: int, steps: int, why: str) -> None:
+def test_max_steps_or_num_epochs_ends_the_run_whichever_comes_first(max_steps: int, steps: int, why: str) -> None:
     config = configured({"batch_size": 4, "num_epochs": 3, "max_steps": max_steps})
-    course = build_training_schedule(config, epochs_of(10), world_size=1)
-    assert (course.total_steps, course.end_reason) == (steps, why)
+    schedule = build_training_schedule(config, epochs_of(10), world_size=1)
+    assert (schedule.total_steps, schedule.end_reason) == (steps, why)
 
 
 def test_without_steps_and_epochs_the_run_is_one_epoch() -> None:
-    course = build_training_schedule(configured({"batch_size": 4}), epochs_of(10), world_size=1)
-    assert (course.total_steps, course.total_samples) == (3, 10)
-    assert "one epoch" in course.end_reason
+    schedule = build_training_schedule(configured({"batch_size": 4}), epochs_of(10), world_size=1)
+    assert (schedule.total_steps, schedule.total_samples) == (3, 10)
+    assert "one epoch" in schedule.end_reason
 
 
 def test_a_constant_window_is_micro_batch_times_accumulation_times_processes() -> None:
@@ -160,7 +162,7 @@ def test_a_ramp_without_a_target_ends_at_the_constant_size() -> None:
 
 
 def test_a_large_micro_batch_with_a_small_initial_size_begins_with_small_windows() -> None:
-    """Seed 002: train_batch_size 32 and initial_effective_batch_size 4."""
+    """A configuration of the GH200 forks: train_batch_size 32 and initial_effective_batch_size 4."""
     config = configured({"batch_size": 32}, initial_effective_batch_size=4)
     ramp = build_batch_ramp(config, world_size=1)
     assert ramp == BatchRamp(4, 32, 400 * 32)
@@ -168,18 +170,18 @@ def test_a_large_micro_batch_with_a_small_initial_size_begins_with_small_windows
     assert accumulation_steps(4, 32, 1) == 1
 
 
-def test_another_number_of_processes_sees_the_windows_of_the_ramp_that_names_its_target() -> None:
+def test_a_ramp_with_a_target_has_the_same_windows_on_any_number_of_processes() -> None:
     config = configured({"batch_size": 2}, initial_effective_batch_size=4, target_effective_batch_size=32)
     assert build_batch_ramp(config, 1) == build_batch_ramp(config, 8)
 
 
-def test_a_ramp_that_falls_is_a_mistake_of_the_programmer() -> None:
-    with pytest.raises(AssertionError, match="goes up"):
+def test_a_decreasing_ramp_raises_an_assertion() -> None:
+    with pytest.raises(AssertionError, match="a ramp grows"):
         BatchRamp(8, 4, 100)
 
 
 @given(ramps(), st.integers(0, 5_000))
-def test_stretches_say_the_size_of_any_window(ramp: BatchRamp, at: int) -> None:
+def test_spans_give_the_size_of_every_window(ramp: BatchRamp, at: int) -> None:
     parts = equal_window_spans(ramp)
     begin = 0
     for step in range(at):
@@ -203,11 +205,11 @@ def test_learning_rates_rise_linearly_and_then_follow_their_curve(
         done = (step - warmup) / (total - warmup)
         expected = {"constant": 1.0, "linear": 1 - done, "cosine": math.cos(math.pi * done / 2) ** 2}[kind]
         assert factor == pytest.approx(expected, abs=1e-12)
-        assert 0 < factor <= 1  # no step of a run is wasted on a rate of zero
+        assert 0 < factor <= 1  # no step has a rate of zero
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
-def test_falling_rates_are_zero_where_the_run_ends_and_stay_there(kind: LrScheduleKind) -> None:
+def test_decaying_rates_are_zero_at_the_end_of_the_run_and_after_it(kind: LrScheduleKind) -> None:
     assert learning_rate_factor(100, 100, kind, 10) == pytest.approx(0, abs=1e-15)
     assert learning_rate_factor(150, 100, kind, 10) == pytest.approx(0, abs=1e-15)
     assert learning_rate_factor(10, 100, kind, 10) == 1.0
@@ -217,12 +219,12 @@ def test_a_warm_up_longer_than_the_run_only_rises() -> None:
     assert [learning_rate_factor(step, 3, "cosine", 10) for step in range(3)] == [0.1, 0.2, 0.3]
 
 
-def test_experts_take_turns_of_so_many_steps() -> None:
+def test_experts_take_turns_for_a_fixed_number_of_steps() -> None:
     assert [active_expert_index(step, 2, 3) for step in range(9)] == [0, 0, 0, 1, 1, 1, 0, 0, 0]
     assert {active_expert_index(step, 1, 3) for step in range(9)} == {0}
 
 
-def test_the_log_says_what_the_seeds_tell_users_to_look_for() -> None:
+def test_the_log_lines_are_those_of_the_gh200_forks() -> None:
     assert ramp_text(BatchRamp(4, 32, 400), batch_size=1, world_size=1) == (
         "GH200 gradient accumulation ramp enabled: effective batch size 4 -> 32 over 400 samples "
         "(gradient_accumulation_steps 4 -> 32)"

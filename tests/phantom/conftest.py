@@ -1,6 +1,6 @@
-"""Tests on the phantom: torch's real CUDA build on fake libraries. Elsewhere they are skipped, with the reason.
+"""Tests on the phantom: torch's real CUDA build on fake libraries. Elsewhere they are not collected.
 
-`make test-phantom` runs them; scripts/phantom_python.sh sets what must be set before a process starts.
+`make test-phantom` runs them; scripts/phantom_python.sh sets the variables that must be set before a process starts.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import pytest
 
 HERE = Path(__file__).parent
 ON_PHANTOM = "FAKECUDA_PHANTOM" in os.environ
+collect_ignore_glob = [] if ON_PHANTOM else ["test_*.py"]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not ON_PHANTOM:
-        skip = pytest.mark.skip(reason="needs CUDA tensors: run `make test-phantom`")
-        for item in items:
-            if HERE in item.path.parents:
-                item.add_marker(skip)
+    """A file that is named on the command line is collected all the same: its tests are deselected, with the reason."""
+    requires = pytest.mark.requires(ON_PHANTOM, reason="needs CUDA tensors; run `make test-phantom`")
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(requires)
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,8 @@ from supertuner.optim import optimizer_state
 from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement, WeightPlacement
 from supertuner.plan.placement.planner import ExpertPlan
 from supertuner.plan.placement.replan import PlanAssumptions
+from supertuner.step.expert_swap import ExpertSwap
+from supertuner.step.parameter_state import HOST, ParameterState
 from supertuner.step.precision import ComputePrecision
 from supertuner.step.window import (
     ExpertState,
@@ -28,9 +30,8 @@ from supertuner.step.window import (
     train_window,
 )
 from supertuner.train.offload.apply import OffloadedExpert, apply_plan
-from supertuner.train.offload.swappable_expert import ExpertSwap, SwappableExpert
 from supertuner.train.offload.manager import OffloadManager
-from supertuner.step.parameter_state import HOST, ParameterState
+from supertuner.train.offload.swappable_expert import PlannedSwappableExpert
 from supertuner.train.offload.transfer import CudaStreamTransfer
 from tests.train.offload.making import OffloadCase, a_plan, batch
 
@@ -124,7 +125,7 @@ def test_an_expert_that_waits_is_at_home_also_after_an_average_was_lent_to_it() 
     case, turns = OffloadCase(), ExpertSwap()
     pair = {name: begun(case, idle_at_home=True) for name in ("high_noise", "low_noise")}
     for name, (_, acting) in pair.items():
-        turns.add(name, SwappableExpert(acting))
+        turns.add(name, PlannedSwappableExpert(acting))
     (first, _), (second, _) = pair.values()
     window(first, case)
     assert first.ema is not None

@@ -29,7 +29,7 @@ def driver() -> CudaDriver:
 def test_what_torch_allocates_is_device_memory_and_its_hints_have_no_effect(driver: CudaDriver) -> None:
     tensor, hints = torch.empty(4 * MIB, dtype=torch.uint8, device=DEVICE), ResidencyHints(driver)
     assert driver.memory_kind_at(tensor.data_ptr()) is MemoryKind.DEVICE
-    assert hints.prefetch(tensor).reason == "device memory is on the GPU for good"
+    assert hints.prefetch(tensor).reason == "device memory never leaves its GPU"
     assert hints.prefer_gpu(tensor).status is HintStatus.NO_EFFECT
     assert hints.prefer_cpu(tensor).status is HintStatus.UNSUPPORTED
 

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.load import load_config
 from supertuner.core.types import MIB
 from supertuner.tools.training import train, training_summary
-from tests.fakes.building import FakeCuda
+from tests.fakes.fake_libraries import FakeCuda
 from tests.train.runs import config
 
 REFUSED_CALLS = ("cuMemPrefetchAsync", "cuMemPrefetchBatchAsync", "cuMemAdvise")
@@ -69,7 +70,7 @@ def test_the_ramp_hints_attention_and_an_asked_validation_live_together(
     assert len(trained.exports) == 2
     said = training_summary(trained)
     wanted = {
-        "on": "hint applied: read back as asked",
+        "on": "hint applied: read back as requested",
         "off": "residency hints off: gh200_optimizations.enable_uvm_hints is false",
         "refused": "hint refused:",
     }
@@ -126,8 +127,6 @@ def ask_for_a_validation(run: Path) -> None:
 def test_sound_that_is_staged_in_memory_is_hinted_like_everything_else(tmp_path: Path) -> None:
     import torch
 
-    from supertuner.core.events import NullSink
-    from supertuner.core.host import HostFacts
     from supertuner.data.batching.decoder_pool import DecoderPool
     from supertuner.data.corpus_loader import open_corpus
     from supertuner.data.ordering.micro_batches import micro_batches
@@ -150,9 +149,8 @@ def test_sound_that_is_staged_in_memory_is_hinted_like_everything_else(tmp_path:
     driver = open_cuda()
     assert not isinstance(driver, NotAvailable)
     buffers = UnifiedBuffers(driver, torch.device("cuda", 0))
-    quiet = NullSink()
     with (
-        open_corpus(load_config(file).config, host=HostFacts(), sink=quiet, progress=quiet) as corpus,
+        open_corpus(load_config(file).config, RunContext.silent(file.parent)) as corpus,
         DecoderPool(corpus, 1) as made,
     ):
         batch = made.decode(next(iter(micro_batches(corpus.order, range(2), 2))))

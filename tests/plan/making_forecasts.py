@@ -1,4 +1,4 @@
-"""Steps and machines made by hand, for tests of what is worked out from them."""
+"""Hand-made steps, machines and forecasts for the tests of the forecast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from supertuner.plan.placement.throughput import MachineRates
 def a_table(
     blocks: int = 4, *, frozen: int = 7, trained: int = 0, saved: int = 10, idle: int = 0, micro_batches: int = 1
 ) -> StepTable:
-    """Blocks alike, sizes in GiB; a forward pass of 100 TFLOP in each, a backward pass of twice that."""
+    """Equal blocks with sizes in GiB; each has a forward pass of 100 TFLOP and a backward pass of twice that."""
     block = BlockCosts(
         name="blocks.0",
         frozen_bytes=frozen * GIB,
@@ -50,13 +50,13 @@ def a_capacity(key: str = "gh200-96", gpu_gib: float | None = None, host_gib: fl
 
 
 def a_baseline(table: StepTable, capacity: MachineCapacity | None = None, **settings: Any) -> SuggestionBaseline:
-    """Traced as the table says: then differences are all that counts."""
+    """A baseline whose traced peak is exactly what the table needs."""
     config = RunConfig.model_validate(settings)
     capacity = capacity or a_capacity()
     rates = MachineRates.from_machine(capacity.machine, config.train.mixed_precision)
     choice = configured_choice(table, config.train.gradient_checkpointing)
     peak = compute_memory_needs(TimedStep.from_table(table, rates), choice).gpu_bytes
-    return SuggestionBaseline(config, capacity, rates, table, choice, peak, 0, 0)
+    return SuggestionBaseline(config, ("high_noise", "low_noise"), capacity, rates, table, choice, peak, 0, 0)
 
 
 def a_phase(name: str = "train model", gpu_gib: float = 40.0, **more: Any) -> PhaseForecast:

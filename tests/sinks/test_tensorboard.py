@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -160,11 +161,8 @@ def test_a_file_that_cannot_grow_is_an_error_with_its_name(tmp_path: Path) -> No
     board.close()
 
 
+@pytest.mark.requires(find_spec("wandb") is None, reason="wandb is installed")
 def test_without_the_package_wandb_the_remedy_is_said(tmp_path: Path) -> None:
-    from importlib.util import find_spec
-
-    if find_spec("wandb") is not None:
-        pytest.skip("wandb is installed here")
     for attempt in (require_wandb, lambda: WandbSink("project", "run", tmp_path, {})):
         with pytest.raises(SuperTunerError, match=r"pip install 'supertuner\[wandb\]'"):
             attempt()

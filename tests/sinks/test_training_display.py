@@ -12,6 +12,7 @@ from supertuner.sinks.console import ConsoleSink
 from supertuner.sinks.training_events import (
     EveryNStepsSink,
     HeldOutLoss,
+    StepRecord,
     WithoutStepsSink,
     held_out_losses,
     train_begin_event,
@@ -24,17 +25,8 @@ from tests.sinks.test_console import Clock, plain
 
 
 def step_event(step: int, *, loss: float = 0.5, expert: str = "high_noise", window: int = 4) -> MeasurementEvent:
-    return train_step_event(
-        step=step,
-        samples=step * window,
-        samples_in_window=window,
-        loss=loss,
-        grad_norm=1.5,
-        learning_rate=1e-4,
-        expert=expert,
-        seconds=0.5,
-        waited_s=0.0,
-    )
+    record = StepRecord(step, step * window, window, expert, loss, 1.5, 1e-4)
+    return train_step_event(record, seconds=0.5, waited_s=0.0)
 
 
 class Kept:

@@ -1,4 +1,4 @@
-"""Number formats, and fp16's loss scale as plain numbers that a checkpoint can hold."""
+"""Number formats, and the loss scaler of fp16 with its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
 )
-def test_a_matrix_product_is_computed_in_the_format_that_is_asked_for(name: PrecisionName, dtype: torch.dtype) -> None:
+def test_autocast_computes_matrix_products_in_the_chosen_format(name: PrecisionName, dtype: torch.dtype) -> None:
     precision = ComputePrecision(name, CPU)
     layer = torch.nn.Linear(4, 4)
     with precision.autocast():
@@ -47,7 +47,7 @@ def test_the_scale_stays_within_its_bounds() -> None:
     assert scaler.scale == 2.0**24
 
 
-def test_a_scaler_goes_on_from_its_saved_state() -> None:
+def test_a_scaler_continues_from_its_saved_state() -> None:
     scaler, other = LossScaler(), LossScaler()
     scaler.update(overflowed=True)
     for _ in range(1500):
@@ -60,6 +60,6 @@ def test_a_scaler_goes_on_from_its_saved_state() -> None:
 
 
 @pytest.mark.parametrize("state", [{}, {"scale": 2.0}, {"scale": -1.0, "streak": 0}, {"scale": "1", "streak": 0}])
-def test_a_state_that_is_none_is_refused(state: dict[str, object]) -> None:
+def test_an_invalid_state_raises_an_error(state: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="loss scaler"):
         LossScaler().load(state)  # type: ignore[arg-type]

@@ -12,13 +12,13 @@ from supertuner.cli import app
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.core.host import HostFacts
 from supertuner.models.adapters.attach import attach, trainable_state
-from supertuner.train.checkpoint import durable_save as checkpoint
 from tests.models.adapters.modules import random_tensor, wan
+from tests.train.checkpoints import save_parts
 
 
 def saved(folder: Path, **parts: dict[str, torch.Tensor]) -> Path:
     named = {name.replace("__", "."): tensors for name, tensors in parts.items()}
-    return checkpoint.save_checkpoint(folder, 4, named, {}, keep=1, host=HostFacts())
+    return save_parts(folder, 4, named, {}, keep=1, host=HostFacts())
 
 
 def verify(folder: Path) -> tuple[int, str]:
@@ -42,7 +42,7 @@ def test_every_kind_of_adapter_is_loaded_and_counted(settings: AdapterSettings, 
     trained = attach(wan(), settings, targets, seed=1, name="low_noise")
     made = saved(tmp_path, adapter__low_noise=trainable_state(trained), random={"x": torch.zeros(1)})
     code, output = verify(made)
-    assert code == 0 and "whole, step 4" in output
+    assert code == 0 and "intact, step 4" in output
     assert "adapter.low_noise: " in output and said in output
 
 

@@ -1,4 +1,4 @@
-"""`supertuner estimate` on tiny models: from a configuration to a page, JSON and a picture, and nothing is begun."""
+"""`supertuner estimate` on tiny models: from a configuration to text, JSON and a picture, without starting a run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from typer.testing import CliRunner
 
 from supertuner.cli import app
 from supertuner.cli.estimate import MACHINE_NAMES
+from supertuner.config.sources.load import load_config
 from supertuner.core.errors import ConfigError, ModelError, OptionError
+from supertuner.core.host import HostFacts
 from supertuner.memory.machines import MACHINES
+from supertuner.plan.forecast.forecast import estimate_run, plan_run
+from supertuner.plan.forecast.target_machine import find_machine_capacity
 from supertuner.sinks.console import ConsoleSink
 from supertuner.tools.estimate import (
     EstimateRequest,
     EstimateResult,
-    draw_result,
     estimate_json,
     estimate_lines,
+    estimate_png,
     require_plot_path,
     run_estimate,
     write_plot,
@@ -31,11 +35,11 @@ from tests.train.runs import config as a_run
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Traces are kept in it, so that most tests only look at them."""
+    """The tests share its traces, so that most of them trace nothing."""
     return tmp_path_factory.mktemp("estimates")
 
 
-def asked(folder: Path, *sets: str, what_ifs: tuple[str, ...] = (), **more: Any) -> EstimateResult:
+def estimate(folder: Path, *sets: str, what_ifs: tuple[str, ...] = (), **more: Any) -> EstimateResult:
     file = folder / "run.json"
     if not file.exists():
         a_run(folder, "run", train={"mixed_precision": "bf16", "batch_size": 2, "max_steps": 12})
@@ -43,115 +47,119 @@ def asked(folder: Path, *sets: str, what_ifs: tuple[str, ...] = (), **more: Any)
         return run_estimate(EstimateRequest(file, sets, what_ifs=what_ifs, **more), console)
 
 
-def test_a_run_of_two_experts_has_all_its_phases(folder: Path) -> None:
-    found = asked(folder, machine="gh200-96")
-    names = [phase.name for phase in found.forecast.phases]
+def test_a_run_with_two_experts_has_a_training_phase_for_each(folder: Path) -> None:
+    result = estimate(folder, machine="gh200-96")
+    names = [phase.name for phase in result.forecast.phases]
     assert names == ["encode text", "encode media", "train high_noise", "train low_noise", "sample"]
-    assert found.fits
-    train = found.forecast.phases[2]
+    assert result.fits
+    train = result.forecast.phases[2]
     assert {"frozen weights", "idle experts", "trained weights", "optimizer state", "activations"} <= train.gpu.keys()
     assert train.reserved_bytes is not None and train.reserved_bytes >= sum(train.gpu.values())
 
 
-def test_the_ramp_and_the_samples_are_in_the_time_of_the_run(folder: Path) -> None:
-    timing = asked(folder, machine="gh200-96").forecast.timing
+def test_the_time_of_the_run_includes_the_ramp_and_the_samples(folder: Path) -> None:
+    timing = estimate(folder, machine="gh200-96").forecast.timing
     assert timing is not None and timing.steps == 12 and timing.first_window == 1 and timing.window == 4
-    least, slower = timing.paces
-    assert (least.compute_share, slower.compute_share) == (1.0, 0.4)
-    assert least.total_s is not None and slower.total_s == pytest.approx(least.total_s / 0.4, rel=0.01)
-    assert least.training_s and least.encoding_s and least.sampling_s
-    other = asked(folder, machine="gh200-96", compute_share=0.5).forecast.timing
-    assert other is not None and other.paces[1].step_s == pytest.approx(least.step_s / 0.5, rel=0.01)
+    at_peak, slower = timing.paces
+    assert (at_peak.compute_share, slower.compute_share) == (1.0, 0.4)
+    assert at_peak.total_s is not None and slower.total_s == pytest.approx(at_peak.total_s / 0.4, rel=0.01)
+    assert at_peak.training_s and at_peak.encoding_s and at_peak.sampling_s
+    other = estimate(folder, machine="gh200-96", compute_share=0.5).forecast.timing
+    assert other is not None and other.paces[1].step_s == pytest.approx(at_peak.step_s / 0.5, rel=0.01)
 
 
-def test_weights_that_are_shared_out_are_said_not_to_be_forecast(folder: Path) -> None:
-    plain, shared = (asked(folder, *sets, machine="gh200-96") for sets in ((), ("parallel.strategy=fsdp",)))
-    words = 'all of it is of one process that has all weights; parallel.strategy "fsdp" is not forecast'
-    assert set(shared.forecast.notes) - set(plain.forecast.notes) == {words}
-    assert any(words in line for line in estimate_lines(shared))
+def test_a_note_says_that_sharded_weights_are_not_forecast(folder: Path) -> None:
+    plain, sharded = (estimate(folder, *sets, machine="gh200-96") for sets in ((), ("parallel.strategy=fsdp",)))
+    note = 'all figures are for one process that holds all weights; parallel.strategy "fsdp" is not forecast'
+    assert set(sharded.forecast.notes) - set(plain.forecast.notes) == {note}
+    assert any(note in line for line in estimate_lines(sharded))
 
 
-def test_a_second_look_traces_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked(folder, machine="gh200-96")
+def test_a_second_estimate_traces_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    estimate(folder, machine="gh200-96")
     capsys.readouterr()
-    asked(folder, machine="a100-80")
+    estimate(folder, machine="a100-80")
     assert "tracing" not in capsys.readouterr().err
 
 
-def test_a_larger_batch_needs_more_and_every_value_is_in_table_picture_and_json(folder: Path, tmp_path: Path) -> None:
-    found = asked(folder, machine="gh200-96", what_ifs=("train.batch_size=1,2,8",))
-    (what_if,) = found.what_ifs
+def test_each_what_if_value_is_in_table_json_and_picture_and_a_larger_batch_needs_more(
+    folder: Path, tmp_path: Path
+) -> None:
+    result = estimate(folder, machine="gh200-96", what_ifs=("train.batch_size=1,2,8",))
+    (what_if,) = result.what_ifs
     assert [(one.value, one.current) for one in what_if.results] == [("1", False), ("2", True), ("8", False)]
     peaks = [one.estimate.fullest_expert().trace.peak()[0] for one in what_if.results]
     assert peaks == sorted(peaks) and peaks[0] < peaks[2]
-    text = "\n".join(estimate_lines(found))
-    assert "what if train.batch_size were" in text and "2 (as now)" in text
-    assert [one["value"] for one in estimate_json(found)["what_if"][0]["tried"]] == ["1", "2", "8"]  # type: ignore[index, call-overload]
-    write_plot(found, tmp_path / "p.png")
-    drawn = np.asarray(Image.open(tmp_path / "p.png"))
+    text = "\n".join(estimate_lines(result))
+    assert "what if train.batch_size were" in text and "2 (as configured)" in text
+    assert [one["value"] for one in estimate_json(result)["what_if"][0]["tried"]] == ["1", "2", "8"]  # type: ignore[index, call-overload]
+    write_plot(result, tmp_path / "p.png")
+    drawn = np.asarray(Image.open(tmp_path / "p.png").convert("RGB"))
     assert drawn.shape == (640 + 520, 1280, 3)
     assert len(np.unique(drawn.reshape(-1, 3), axis=0)) > 50
 
 
-def test_the_same_forecast_gives_the_same_picture(folder: Path) -> None:
-    one, two = (draw_result(asked(folder, machine="gh200-96")).tobytes() for _ in range(2))
+def test_equal_forecasts_give_equal_pictures(folder: Path) -> None:
+    one, two = (estimate_png(estimate(folder, machine="gh200-96")) for _ in range(2))
     assert one == two
 
 
-def test_a_machine_without_figures_has_memory_and_no_time(folder: Path) -> None:
-    forecast = asked(folder, machine="this").forecast
+def test_a_machine_without_known_rates_has_memory_but_no_times(folder: Path) -> None:
+    forecast = estimate(folder, machine="this").forecast
     assert forecast.capacity.on_cpu and forecast.timing is None and "is not known" in forecast.why_no_timing
     assert forecast.verdict.where == "host memory"
     assert all(phase.reserved_bytes is None for phase in forecast.phases)
 
 
-def test_checkpointing_needs_less_and_takes_longer_unless_a_plan_is_followed(folder: Path) -> None:
-    def asked_for(checkpointing: str, act: str) -> EstimateResult:
-        return asked(folder, f"train.gradient_checkpointing={checkpointing}", f"plan.act={act}", machine="gh200-96")
+def test_checkpointing_needs_less_memory_and_more_time_unless_a_plan_is_followed(folder: Path) -> None:
+    def estimate_with(checkpointing: str, act: str) -> EstimateResult:
+        return estimate(folder, f"train.gradient_checkpointing={checkpointing}", f"plan.act={act}", machine="gh200-96")
 
-    def step_s(found: EstimateResult) -> float:
-        assert found.forecast.timing is not None
-        return found.forecast.timing.paces[0].step_s
+    def step_s(result: EstimateResult) -> float:
+        assert result.forecast.timing is not None
+        return result.forecast.timing.paces[0].step_s
 
-    plain, again = asked_for("false", "never"), asked_for("true", "never")
+    plain, again = estimate_with("false", "never"), estimate_with("true", "never")
     assert again.estimate.fullest_expert().trace.peak()[0] < plain.estimate.fullest_expert().trace.peak()[0]
     assert step_s(again) > 1.2 * step_s(plain)
     faster = {change.what for change in again.forecast.changes}
     assert faster == {"train.gradient_checkpointing=false", "plan.act=auto"}
-    assert step_s(asked_for("true", "auto")) == pytest.approx(step_s(plain)), "there is room to keep everything"
+    assert step_s(estimate_with("true", "auto")) == pytest.approx(step_s(plain)), (
+        "everything fits, so the plan recomputes nothing"
+    )
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"machine": "gh300"}, "there are gh200-96"),
         ({"what_ifs": ("train.batch_size",)}, "write key=value,value"),
         ({"what_ifs": ("train.batch_size=1,,2",)}, "a value is missing"),
     ],
 )
-def test_a_wrong_option_is_refused_in_words(folder: Path, wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(OptionError, match=said):
-        asked(folder, **wrong)
+def test_a_wrong_option_raises_an_error_that_explains_it(folder: Path, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        estimate(folder, **wrong)
 
 
-def test_a_wrong_what_if_is_a_config_error(folder: Path) -> None:
+def test_a_what_if_with_an_unknown_key_is_a_config_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match="batch_siz"):
-        asked(folder, machine="gh200-96", what_ifs=("train.batch_siz=1,2",))
+        estimate(folder, machine="gh200-96", what_ifs=("train.batch_siz=1,2",))
 
 
-def test_a_shape_that_training_would_refuse_is_refused_here(folder: Path) -> None:
+def test_a_shape_that_training_refuses_is_refused_by_the_estimate(folder: Path) -> None:
     with pytest.raises(ModelError, match="change bucket_step"):
-        asked(folder, "datasets[0].bucket_step=20", "datasets[0].resolution=20", machine="gh200-96")
+        estimate(folder, "datasets[0].bucket_step=20", "datasets[0].resolution=20", machine="gh200-96")
 
 
-def test_a_picture_that_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
+def test_a_picture_path_that_cannot_be_written_is_refused_before_the_forecast(tmp_path: Path) -> None:
     for name in ("p.jpg", "no/folder/p.png"):
         with pytest.raises(OptionError, match="--plot"):
             require_plot_path(tmp_path / name)
 
 
-def test_the_command_prints_json_and_begins_nothing(folder: Path) -> None:
-    asked(folder, machine="gh200-96")
+def test_the_command_prints_json_and_writes_only_traces(folder: Path) -> None:
+    estimate(folder, machine="gh200-96")
     before = {path.relative_to(folder) for path in folder.rglob("*") if ".traces" not in path.parts}
     done = CliRunner().invoke(
         app, ["estimate", str(folder / "run.json"), "--machine", "gh200-96", "--json", "--require-fit"]
@@ -166,18 +174,32 @@ def test_the_help_names_every_machine() -> None:
     assert MACHINE_NAMES.split(", ") == [name for name in MACHINES if name != "cpu"]
 
 
-def test_a_run_on_a_gpu_is_given_its_plans_and_one_that_follows_none_is_not(folder: Path) -> None:
-    planning = asked(folder, machine="gh200-96").estimate.planner
-    assert planning is not None and planning.plans.keys() == planning.tables.keys() == {"high_noise", "low_noise"}
-    assert all(plan.fits for plan in planning.plans.values())
-    assert asked(folder, "plan.act=never", machine="gh200-96").estimate.planner is None
-    assert asked(folder, machine="this").estimate.planner is None, "there is no second memory"
+def test_only_a_run_that_follows_plans_gets_a_planner(folder: Path) -> None:
+    planner = estimate(folder, machine="gh200-96").estimate.planner
+    assert planner is not None and planner.searched_plans.keys() == planner.tables.keys() == {"high_noise", "low_noise"}
+    assert all(plan.fits for plan in planner.searched_plans.values())
+    assert estimate(folder, "plan.act=never", machine="gh200-96").estimate.planner is None
+    assert estimate(folder, machine="this").estimate.planner is None, "without a GPU there is nothing to place"
 
 
-def test_what_the_plan_settings_ask_for_is_what_is_forecast(folder: Path) -> None:
-    usual = asked(folder, machine="gh200-96").forecast
-    streamed = asked(folder, "plan.weights=streamed", "plan.idle_experts=host", machine="gh200-96").forecast
+def test_the_forecast_follows_the_plan_settings(folder: Path) -> None:
+    default = estimate(folder, machine="gh200-96").forecast
+    streamed = estimate(folder, "plan.weights=streamed", "plan.idle_experts=host", machine="gh200-96").forecast
     plan = streamed.plans["train high_noise"]
     assert plan.fits and plan.idle_at_home and plan.modelled is not None
     assert any(block.weights == "streamed" for block in plan.blocks)
-    assert streamed.phases[2].host_bytes > usual.phases[2].host_bytes
+    assert streamed.phases[2].host_bytes > default.phases[2].host_bytes
+
+
+def test_the_whole_api_of_an_estimate_is_one_call(folder: Path) -> None:
+    estimate(folder, machine="gh200-96")
+    config = load_config(folder / "run.json").config
+    forecast = estimate_run(config, find_machine_capacity("gh200-96", HostFacts())).forecast
+    assert (
+        forecast.fits is True
+        and forecast.step_seconds
+        and forecast.peak_bytes == max(phase.gpu_bytes for phase in forecast.phases)
+    )
+    assert json.loads(json.dumps(forecast.to_dict()))["fits"] is True
+    plans = plan_run(config, find_machine_capacity("gh200-96", HostFacts()))
+    assert plans == forecast.plans and plans.keys() == {"train high_noise", "train low_noise"}

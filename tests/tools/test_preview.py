@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import SuperTunerError
-from supertuner.core.events import NullSink
-from supertuner.core.host import HostFacts
 from supertuner.core.types import MediaKind
 from supertuner.data.corpus_loader import open_corpus
 from supertuner.tools.contact_sheet import ContactSheetCell, ContactSheetSection, render_contact_sheet, wrap_text
@@ -30,7 +29,7 @@ def sample(tmp_path_factory) -> Path:
 
 def opened(config: Path, *sets: str):
     loaded = load_config(config, sets=[f"arena.home={config.parent / 'arenas'}", *sets])
-    return open_corpus(loaded.config, host=HostFacts(), sink=NullSink(), progress=NullSink())
+    return open_corpus(loaded.config, RunContext.silent(loaded.config.run.output_dir))
 
 
 def test_sample_data_is_captioned_has_every_kind_and_is_the_same_for_the_same_seed(sample, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from supertuner.arena.home import ArenaHome
 from tests.arena import faults
-from tests.arena.making import fresh_home
+from tests.arena.arena_helpers import fresh_home
 
 pytestmark = [pytest.mark.torture, pytest.mark.timeout(1800)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cache.kills import kill_fillers
-from tests.cache.together import kill_ranks
+from tests.cache.peer_processes import kill_ranks
 
 
 @pytest.mark.torture

@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 
-from supertuner.core.events import Event, WarningEvent
+from supertuner.arena.run_context import RunContext
+from supertuner.core.events import Event, NullSink, Progress, Sink, WarningEvent
+from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
 from supertuner.train.checkpoint import tensor_file
+from supertuner.train.checkpoint.durable_save import save_checkpoint
 from supertuner.train.checkpoint.manifest import json_bytes
+from supertuner.train.checkpoint.write import CheckpointContents
 
 LAYER = "blocks.0.attn1.to_q"
+
+
+def save_parts(
+    folder: Path,
+    step: int,
+    parts: dict[str, dict[str, torch.Tensor]],
+    state: dict[str, JSON],
+    *,
+    host: HostFacts | None = None,
+    sink: Sink | None = None,
+    progress: Progress | None = None,
+    **more: Any,
+) -> Path:
+    """`save_checkpoint` with a context that reports nothing, unless a sink or progress is given."""
+    context = RunContext(folder, sink or NullSink(), progress or NullSink(), host or HostFacts())
+    return save_checkpoint(folder, CheckpointContents(step, parts, state), context, **more)
 
 
 def parts_at(step: int, seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:

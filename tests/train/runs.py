@@ -28,6 +28,8 @@ LATE = (
     "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
     "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
     "diffusers.pipelines.wan.pipeline_wan",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "supertuner.config.sources.load",
     "supertuner.sinks.training_display",
     "supertuner.sinks.run_folder",

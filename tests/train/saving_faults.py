@@ -22,9 +22,11 @@ from torch import Tensor
 
 from supertuner.core.errors import CheckpointError
 from supertuner.core.host import HostFacts
-from supertuner.train.checkpoint.durable_save import CheckpointSharding, find_checkpoints, load_latest, save_checkpoint
-from tests.arena.making import fork, wait
-from tests.train.checkpoints import bytes_of, parts_at, state_at, tree
+from supertuner.train.checkpoint.durable_save import load_latest
+from supertuner.train.checkpoint.load import find_checkpoints
+from supertuner.train.checkpoint.write import CheckpointSharding
+from tests.arena.arena_helpers import fork, wait
+from tests.train.checkpoints import bytes_of, parts_at, save_parts, state_at, tree
 
 COUNT, KILL_BEFORE, KILL_AFTER, KILL_INSIDE, FAIL_ONCE, FAIL_ON, SHORT = range(1, 8)
 NAMES = {
@@ -53,7 +55,7 @@ class SaveScenario:
         if self.shared:
             save_in_turns(folder, self.step, self.keep)
         else:
-            save_checkpoint(
+            save_parts(
                 folder, self.step, few_parts(self.step), state_at(self.step), keep=self.keep, host=HostFacts()
             )
 
@@ -82,14 +84,14 @@ def save_share(folder: Path, step: int, keep: int, rank: int, go_on: Callable[[]
         own[part] = {name: one[cut[name] :] if rank else one[: cut[name]] for name, one in tensors.items()}
         begins[part] = {name: cut[name] * rank for name in tensors}
     sharers = CheckpointSharding(rank, 2, "a-1", begins)
-    save_checkpoint(
+    save_parts(
         folder, step, own, state_at(step), keep=keep, host=HostFacts(), raise_if_abandoned=go_on, sharding=sharers
     )
 
 
 def earlier(folder: Path, *steps: int, seed: int = 0) -> None:
     for step in steps:
-        save_checkpoint(folder, step, few_parts(step, seed), state_at(step), keep=9, host=HostFacts())
+        save_parts(folder, step, few_parts(step, seed), state_at(step), keep=9, host=HostFacts())
 
 
 def few_parts(step: int, seed: int = 0) -> dict[str, dict[str, Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from supertuner.train.run.loss_log import read_losses as read_losses
+from supertuner.runs.loss_files import read_losses
 from tests.train.runs import ROOT, TrainingForkServer, artefacts, config, pictures
 from tests.train.test_runs import del_intermediate, trained, whole_and_again
 

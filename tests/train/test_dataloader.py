@@ -23,7 +23,7 @@ from supertuner.distributed.process_group import SingleProcess
 from supertuner.models.objective.diffusion import TimestepDistribution
 from supertuner.models.spec import Expert, Tensors
 from supertuner.optim.schedule import BatchRamp, TrainingSchedule, equal_window_spans
-from supertuner.train.run.dataloader import BatchCollator, TrainingDataLoader, batches_ahead
+from supertuner.train.run.dataloader import BatchCollator, LoaderOptions, TrainingDataLoader, batches_ahead
 
 EXPERTS = (Expert("high_noise", "transformer", 0.875, 1.0), Expert("low_noise", "transformer_2", 0.0, 0.875))
 BUCKETS = tuple(Bucket(MediaKind.IMAGE, side, side, channels=3) for side in (16, 32, 48))
@@ -56,9 +56,9 @@ def build_collator(sizes: tuple[int, ...], batch_size: int, encoded: Any) -> Bat
     ]
     order = SampleOrder(groups, seed=3, batch_size=batch_size)
     samples = SimpleNamespace(id="d", key=str)
-    corpus: Any = SimpleNamespace(order=order, parts=(SimpleNamespace(samples=samples),), seed=3)
+    corpus: Any = SimpleNamespace(order=order, datasets=(SimpleNamespace(samples=samples),), seed=3)
     family: Any = SimpleNamespace(pad_text=lambda model, texts: {"embeds": torch.stack([t["embeds"] for t in texts])})
-    model: Any = SimpleNamespace(told_framing=False)
+    model: Any = SimpleNamespace(micro_conditioning=False)
     return BatchCollator(corpus, encoded, family, model, lambda shape: TimestepDistribution("logit_normal"), 3, None)
 
 
@@ -80,10 +80,8 @@ def build_loader(
         making,
         run,
         EXPERTS,
-        switch_every=2,
-        batch_size=batch_size,
-        batches_ahead=ahead,
-        process_group=SingleProcess(),
+        LoaderOptions(batch_size, switch_every=2, batches_ahead=ahead),
+        SingleProcess(),
         start_step=begin,
     )
 

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.load import load_config
-from supertuner.core.events import NullSink
-from supertuner.core.host import HostFacts
-from supertuner.data.batching.framing import framing_for_sample
-from supertuner.data.batching.render import render_sample
+from supertuner.data.batching.render import framing_for_sample, render_sample
 from supertuner.data.ordering.micro_batches import micro_batches
 from supertuner.step.batch import StepBatch
 from supertuner.train.run.training_run import TrainingRun
-from supertuner.train.setup import RunContext, open_run
+from supertuner.train.setup import open_run
 from tests.train.runs import config
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -37,7 +35,7 @@ def test_latents_and_framing_are_of_the_same_turn(tmp_path: Path, way: str) -> N
     settings = settings.model_copy(update={"datasets": (_wide(dataset, tmp_path),)})
     folder = tmp_path / "a" / "run"
     folder.mkdir(parents=True)
-    with open_run(settings, "run", folder, RunContext(NullSink(), NullSink(), HostFacts())) as run:
+    with open_run(settings, RunContext.silent(folder)) as run:
         order = run.collator.corpus.order
         for micro in micro_batches(order, range(order.epoch_begin(TURNS)), 2):
             check(run, run.collator.collate(micro, run.model.experts[0]), micro)

@@ -16,7 +16,8 @@ import pytest
 
 from supertuner.core.events import WarningEvent
 from supertuner.sinks.console import ConsoleSink
-from supertuner.train.checkpoint import durable_save as checkpoint
+from supertuner.train.checkpoint.load import find_checkpoints
+from supertuner.train.checkpoint.manifest import CHECKPOINTS_DIR
 from tests.train.runs import ROOT, config
 
 EXIT = 128 + signal.SIGHUP
@@ -44,7 +45,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_stops(tmp_path: Path) -> None:
     finally:
         run.kill()
         run.wait()
-    (found,) = checkpoint.find_checkpoints(tmp_path / "closed" / "run" / checkpoint.CHECKPOINTS_DIR)[-1:]
+    (found,) = find_checkpoints(tmp_path / "closed" / "run" / CHECKPOINTS_DIR)[-1:]
     assert found.step > 0 and found.problem is None
     assert "saved step" in (tmp_path / "closed" / "run" / "events.jsonl").read_text().splitlines()[-2]
 

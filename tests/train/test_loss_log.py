@@ -14,16 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supertuner.core.errors import CheckpointError
-from supertuner.train.run.loss_log import EMPTY_POSITION, LossLog, LossRecord, encode_record, read_losses
+from supertuner.core.errors import CheckpointError, RunFolderError
+from supertuner.runs.loss_files import encode_step, read_losses
+from supertuner.sinks.training_events import StepRecord
+from supertuner.train.run.loss_log import EMPTY_POSITION, LossLog
 
 floats = st.floats(allow_nan=False, allow_infinity=False)
 
 
-def record(step: int) -> LossRecord:
+def record(step: int) -> StepRecord:
     drawn = random.Random(step)
     expert = ("high_noise", "low_noise")[step // 5 % 2]
-    return LossRecord(step, 4 * step, 4, expert, drawn.random(), drawn.random(), 1e-4 / step)
+    return StepRecord(step, 4 * step, 4, expert, drawn.random(), drawn.random(), 1e-4 / step)
 
 
 def run(path: Path, first: int, last: int) -> None:
@@ -40,7 +42,7 @@ def test_what_is_logged_is_read_back(tmp_path: Path) -> None:
 
 @given(floats, floats, st.none() | floats)
 def test_numbers_come_back_to_the_last_bit(loss: float, rate: float, grad_norm: float | None) -> None:
-    line = encode_record(LossRecord(1, 4, 4, "model", loss, grad_norm, rate))
+    line = encode_step(StepRecord(1, 4, 4, "model", loss, grad_norm, rate))
     fields = json.loads(line)
     assert (fields["loss"], fields["rate"], fields["grad_norm"]) == (loss, rate, grad_norm)
     assert math.copysign(1, fields["loss"]) == math.copysign(1, loss) and "not_finite" not in fields
@@ -49,8 +51,8 @@ def test_numbers_come_back_to_the_last_bit(loss: float, rate: float, grad_norm: 
 def test_what_is_no_number_is_null_and_named(tmp_path: Path) -> None:
     path = tmp_path / "losses.jsonl"
     with LossLog(path) as log:
-        log.append(LossRecord(1, 4, 4, "model", math.nan, math.inf, 1e-4))
-        log.append(LossRecord(2, 8, 4, "model", -math.inf, None, 1e-4))
+        log.append(StepRecord(1, 4, 4, "model", math.nan, math.inf, 1e-4))
+        log.append(StepRecord(2, 8, 4, "model", -math.inf, None, 1e-4))
     first, second = path.read_text().splitlines()
     assert '"loss": null' in first and '"not_finite": {"loss": "nan", "grad_norm": "inf"}' in first
     assert '"not_finite": {"loss": "-inf"}' in second and '"grad_norm": null' in second
@@ -99,7 +101,7 @@ def test_a_log_that_is_shorter_than_the_checkpoint_saw_is_refused(tmp_path: Path
     os.truncate(path, position.nbytes - 1)
     with (
         LossLog(path) as log,
-        pytest.raises(CheckpointError, match=r"losses\.jsonl: it has \d+ bytes, .* saw \d+; put"),
+        pytest.raises(CheckpointError, match=r"losses\.jsonl: it has \d+ bytes, and the checkpoint was saved at \d+; put"),
     ):
         log.truncate(*position)
     assert path.stat().st_size == position.nbytes - 1, "and left as it is"
@@ -116,7 +118,7 @@ def test_a_log_with_another_past_is_refused(tmp_path: Path) -> None:
     path.write_bytes(content)
     with (
         LossLog(path) as log,
-        pytest.raises(CheckpointError, match="are not those that the checkpoint saw; put the file"),
+        pytest.raises(CheckpointError, match="have changed since the checkpoint; put the file"),
     ):
         log.truncate(*position)
     assert path.read_bytes() == content
@@ -125,7 +127,7 @@ def test_a_log_with_another_past_is_refused(tmp_path: Path) -> None:
 def test_lines_of_before_must_be_cut_before_new_ones_come(tmp_path: Path) -> None:
     run(tmp_path / "a", 1, 3)
     with LossLog(tmp_path / "a") as log:
-        with pytest.raises(AssertionError, match="cut it"):
+        with pytest.raises(AssertionError, match="truncate it"):
             log.append(record(4))
         log.reset()
         assert log.position() == EMPTY_POSITION and (tmp_path / "a").stat().st_size == 0
@@ -146,7 +148,7 @@ def test_a_torn_last_line_is_not_read_and_a_wrong_line_is_named(tmp_path: Path) 
         whole.split(b"\n")[0].replace(b"1", b'"a"', 1),
     ):
         path.write_bytes(whole + wrong + b"\n")
-        with pytest.raises(CheckpointError, match=r"losses\.jsonl, line 3 is not a line"):
+        with pytest.raises(RunFolderError, match=r"losses\.jsonl, line 3 is not a line"):
             read_losses(path)
 
 

@@ -10,9 +10,10 @@ from typing import cast
 import pytest
 import torch
 
+from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import MemoryEngineError
-from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, WarningEvent
+from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NullSink, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.memory.hints.api import gh200_uvm_enabled, set_uvm_hint_override
 from supertuner.memory.hints.outcomes import HintOutcome, HintStatus
@@ -37,7 +38,7 @@ def opened(tmp_path: Path, **blocks: object) -> tuple[RecordingSink, object]:
     file = tmp_path / "run.json"
     file.write_text(json.dumps(blocks))
     told = RecordingSink()
-    return told, open_memory(load_config(file).config, CPU, host=HostFacts(), sink=told)
+    return told, open_memory(load_config(file).config, CPU, RunContext(tmp_path, told, NullSink(), HostFacts()))
 
 
 def account(**counts: int | str) -> OverflowStats:
@@ -62,7 +63,7 @@ def test_hints_are_off_and_the_reason_is_told_once(tmp_path: Path) -> None:
         assert isinstance(memory, MemoryEngine)
         assert memory.hints is None and memory.buffers is None and memory.pools is None
         assert memory.summary_lines() == [
-            "residency hints off: a cache of type unified_memory asks for them, but the run computes on cpu"
+            "residency hints off: a cache of type unified_memory requests them, but the run computes on cpu"
         ]
         assert not gh200_uvm_enabled(), "the seeds' function says the same"
     decided = [event for event in told.events if isinstance(event, DecisionEvent)]
@@ -84,7 +85,7 @@ def test_the_override_of_code_stands_above_the_configuration(tmp_path: Path) -> 
     try:
         _, engine = opened(tmp_path, gh200_optimizations={"enable_uvm_hints": True})
         with engine as memory:
-            assert memory.lines() == ["residency hints off: set_uvm_hint_override(False)"]
+            assert memory.summary_lines() == ["residency hints off: set_uvm_hint_override(False)"]
     finally:
         set_uvm_hint_override(None)
 
@@ -99,11 +100,11 @@ def test_each_refusal_is_told_once_to_whoever_plans(tmp_path: Path) -> None:
     _, engine = opened(tmp_path)
     with engine as memory:
         assert memory.new_refusal() is None
-        memory.tally.add(HintOutcome(HintStatus.REFUSED, "CUDA_ERROR_INVALID_VALUE"))
-        memory.tally.add(HintOutcome(HintStatus.APPLIED, "read back as asked"))
+        memory.hint_tally.add(HintOutcome(HintStatus.REFUSED, "CUDA_ERROR_INVALID_VALUE"))
+        memory.hint_tally.add(HintOutcome(HintStatus.APPLIED, "read back as requested"))
         assert memory.new_refusal() == "memory was refused (0 allocations, 1 hints so far)"
         assert memory.new_refusal() is None
-        memory.account, memory.pools = account(refused_ratio=1), PoolsStub(account(refused_ratio=3))
+        memory.overflow_at_start, memory.pools = account(refused_ratio=1), PoolsStub(account(refused_ratio=3))
         assert "2 allocations" in memory.new_refusal()
 
 
@@ -125,9 +126,9 @@ def test_caches_and_batches_are_left_alone_without_hints(tmp_path: Path) -> None
     _, engine = opened(tmp_path)
     with engine as memory:
         memory.keep_in_host(4096, 4096)
-        memory.about_to_use(StepBatch(torch.ones(1), torch.ones(1), torch.ones(1), {}, {}))
-        assert memory.tally.lines() == []
-        assert memory.remedy("lower train.batch_size") == "lower train.batch_size"
+        memory.hint_batch(StepBatch(torch.ones(1), torch.ones(1), torch.ones(1), {}, {}))
+        assert memory.hint_tally.lines() == []
+        assert memory.out_of_memory_remedy("lower train.batch_size") == "lower train.batch_size"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_where_memory_is_full_in_spite_of_overflow_the_reason_is_told(
     _, engine = opened(tmp_path)
     with engine as memory:
         memory.pools = cast(OverflowPools, PoolsStub(account(**counts)))
-        assert memory.remedy("less") == said
+        assert memory.out_of_memory_remedy("less") == said
 
 
 def test_how_often_spilling_began_reads_well() -> None:

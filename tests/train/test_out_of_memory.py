@@ -13,13 +13,14 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import TrainError
 from supertuner.core.events import Event, NullSink, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.train.loop import train
 from supertuner.train.run.training_run import TrainingRun
-from supertuner.train.setup import RunContext, open_run
+from supertuner.train.setup import open_run
 from supertuner.train.validation.validate import validate
 from tests.train.runs import config
 
@@ -40,9 +41,8 @@ def raise_out_of_memory(*_: Any) -> NoReturn:
 def opened(folder: Path, sink: RecordingSink, experts: str = "all", **validation: Any) -> Iterator[TrainingRun]:
     file = config(folder, "a", train={"max_steps": 3}, model={"experts": experts}, validation=validation)
     (folder / "a" / "run").mkdir(parents=True)
-    with open_run(
-        load_config(file).config, "run", folder / "a" / "run", RunContext(sink, NullSink(), HostFacts())
-    ) as run:
+    context = RunContext(folder / "a" / "run", sink, NullSink(), HostFacts())
+    with open_run(load_config(file).config, context) as run:
         yield run
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from supertuner.arena.run_context import RunContext
 from supertuner.core.errors import CheckpointError
 from supertuner.core.events import DecisionEvent, Event, NullSink
 from supertuner.core.host import HostFacts
-from supertuner.train.checkpoint.durable_save import CHECKPOINTS_DIR, save_checkpoint
-from supertuner.train.setup import RunContext, _find_checkpoint
-from tests.train.checkpoints import parts_at, state_at
+from supertuner.train.checkpoint.manifest import CHECKPOINTS_DIR
+from supertuner.train.checkpoint.resume import find_checkpoint
+from tests.train.checkpoints import parts_at, save_parts, state_at
 
 
 class RecordingSink:
@@ -26,11 +27,11 @@ class RecordingSink:
 
 def put(run: Path, *steps: int) -> None:
     for step in steps:
-        save_checkpoint(run / CHECKPOINTS_DIR, step, parts_at(step), state_at(step), keep=9, host=HostFacts())
+        save_parts(run / CHECKPOINTS_DIR, step, parts_at(step), state_at(step), keep=9, host=HostFacts())
 
 
 def chosen(run: Path, resume: str, heard: RecordingSink | None = None) -> Path | None:
-    found = _find_checkpoint(run, resume, RunContext(heard or RecordingSink(), NullSink(), HostFacts()))
+    found = find_checkpoint(RunContext(run, heard or RecordingSink(), NullSink(), HostFacts()), resume)
     return None if found is None else found.path
 
 
@@ -80,5 +81,5 @@ def test_a_run_none_of_whose_checkpoints_is_whole_does_not_begin_anew_by_itself(
     put(tmp_path / "a", 20, 40)
     for step in ("step-00000020", "step-00000040"):
         (tmp_path / "a" / CHECKPOINTS_DIR / step / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact"):
         chosen(tmp_path / "a", "latest")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from supertuner.train.run.loss_log import read_losses as read_losses
+from supertuner.runs.loss_files import read_losses
 from tests.train.runs import TrainingForkServer, artefacts, config
 
 SHORT = {"train": {"max_steps": 6}, "validation": {"at_start": False, "every_steps": None}}

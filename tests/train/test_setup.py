@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import ModelError, TrainError
-from supertuner.core.events import Event, NullSink, WarningEvent
-from supertuner.core.host import HostFacts
+from supertuner.core.events import Event, WarningEvent
 from supertuner.data.corpus_loader import open_corpus
-from supertuner.models.families.wan22 import tiny as wan22_tiny
+from supertuner.models.families.tiny_pipelines import build_pipeline
+from supertuner.models.families.wan22.tiny import TinyWan
 from supertuner.models.family_registry import load_family
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import ModelDescription, ModelSource
@@ -85,7 +86,7 @@ def test_samples_that_are_called_the_same_are_looked_at_once_for_prompts(tmp_pat
         update={"captions": settings.datasets[0].captions.model_copy(update={"constant": "x"})}
     )
     part = settings.model_copy(update={"datasets": (same,)})
-    with open_corpus(part, host=HostFacts(), sink=NullSink(), progress=NullSink()) as corpus:
+    with open_corpus(part, RunContext.silent(part.run.output_dir)) as corpus:
         (only,) = _captioned_samples(corpus, replace(model_of_nothing(), starts_from_frame=True))
     assert only.caption == "x" and only.image is not None and only.image.shape == (32, 32, 3)
 
@@ -101,7 +102,7 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with_unless_a_revision_is_s
 
 def test_settings_of_an_expert_that_the_model_has_not_are_refused_or_told(tmp_path: Path) -> None:
     """A family with two experts has smaller models with one."""
-    wan22_tiny.build_pipeline(wan22_tiny.TinyWan(kind="ti2v"), 0).save_pretrained(tmp_path / "5b")
+    build_pipeline(TinyWan(kind="ti2v"), 0).save_pretrained(tmp_path / "5b")
     model = load_family("wan2.2").read_model(ModelSource(str(tmp_path / "5b")))
     named = {"family": "wan2.2", "path": str(tmp_path / "5b")}
     sink = RecordingSink()

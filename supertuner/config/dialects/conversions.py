@@ -1,4 +1,4 @@
-"""How one foreign setting becomes settings of ours: small pure functions that the table of dialects names."""
+"""Conversions of dialect keys to our settings: small pure functions, used by the tables of keys."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from supertuner.core.types import JSON
 
 @dataclass(frozen=True, slots=True)
 class SettingValue:
-    """Set `to`, relative to the block the key stands in; `^` in front: from the root."""
+    """Sets `target`, a path relative to the dataset; relative to the root outside datasets, or if it starts with
+    `^`."""
 
     target: str
     value: JSON
     is_implied: bool = False
-    """A consequence, not a wish: it gives way to the same setting given by name."""
+    """It follows from another key, and is overridden if the setting itself is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionNote:
-    """Accepted, and this is what it means here, or why it has no effect."""
+    """The key is accepted; the message explains what it means here, or why it has no effect."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class InvalidValue:
-    """Cannot work here."""
+    """The value is refused; the message gives the reason."""
 
     message: str
 
 
 ConversionOutcome: TypeAlias = SettingValue | ConversionNote | InvalidValue
 KeyConversion: TypeAlias = Callable[[JSON, Mapping[str, JSON]], Sequence[ConversionOutcome]]
-"""A value and the block it stands in → what becomes of it."""
+"""(value, block that contains the key) → outcomes."""
 
 PRECISIONS = {
     "no": "fp32",
@@ -71,12 +72,12 @@ CAPTION_SOURCES = {"textfile": "sidecar", "filename": "filename", "parquet": "me
 
 
 def rename_to(path: str) -> KeyConversion:
-    """The same value under our name."""
+    """The same value under our name `path`."""
     return lambda value, block: [SettingValue(path, value)]
 
 
 def map_value(path: str, names: Mapping[str, str]) -> KeyConversion:
-    """A value with another name here; one that is not in the table passes unchanged, to be refused by its own name."""
+    """Translate the value by a table. A value that is not in the table is passed on, so that the error shows it."""
 
     def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
         return [SettingValue(path, names.get(value.lower(), value) if isinstance(value, str) else value)]
@@ -85,7 +86,7 @@ def map_value(path: str, names: Mapping[str, str]) -> KeyConversion:
 
 
 def positive_or_unset(path: str) -> KeyConversion:
-    """Zero, -1 and null mean "no limit" there; leaving the key out means it here."""
+    """0, -1 and null mean "no limit" in the dialect; here an unset setting does."""
     return lambda value, block: [] if value in (0, -1, "0", "-1", None) else [SettingValue(path, value)]
 
 
@@ -94,18 +95,19 @@ def unless_null(path: str) -> KeyConversion:
 
 
 def sibling_value(block: Mapping[str, JSON], name: str) -> JSON:
-    """The value of another key of the block; in SimpleTuner's files its name may have dashes, and the value quotes."""
+    """The value of another key of the block. In SimpleTuner's files, the key may start with `--`, and a number may be
+    quoted."""
     value = block.get(name, block.get(f"--{name}"))
     return parse_text(value) if isinstance(value, str) else value
 
 
 def cache_dir(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     if not value:
-        return [ConversionNote("names no folder, so it has no effect")]
+        return [ConversionNote("has no effect: it is empty")]
     return [
         SettingValue("^cache_config.cache_dir", value, is_implied=True),
         SettingValue("^cache_config.persistent_cache", True, is_implied=True),
-        ConversionNote("is read as cache_config.cache_dir with persistent_cache; one folder holds all caches of a run"),
+        ConversionNote("sets cache_config.cache_dir and persistent_cache; one folder holds all caches of a run"),
     ]
 
 
@@ -114,7 +116,7 @@ def run_name(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutco
 
 
 def mask_floor(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """ai-toolkit's `mask_min_value`, which is given whether or not there are masks."""
+    """ai-toolkit's `mask_min_value`; it counts only if `mask_path` is set."""
     return [] if sibling_value(block, "mask_path") is None else [SettingValue("mask_floor", value)]
 
 
@@ -123,7 +125,8 @@ def dataset_id(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOut
 
 
 def slug(value: JSON) -> JSON:
-    """A foreign name with only the characters that a name has here; what is no text is left for the check to refuse."""
+    """A name with only the characters that names may have here. A value that is not text is returned unchanged, and
+    validation refuses it."""
     if not isinstance(value, str):
         return value
     return re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")[:200] or "unnamed"
@@ -135,18 +138,14 @@ def backend_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionO
     if value == "memory":
         return [SettingValue("type", "in_memory")]
     if value in ("aws", "csv", "webshart", "huggingface"):
-        return [
-            InvalidValue(
-                f'{format_value(value)} is not read here; fetch the files first and give their folder with type "in_memory"'
-            )
-        ]
+        return [InvalidValue(f"{format_value(value)} is not supported; download the files and set instance_data_dir")]
     return [SettingValue("type", value)]
 
 
 def folder_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """ai-toolkit's kind of dataset; here files are looked at."""
+    """ai-toolkit's `type` of a dataset. Here the files themselves determine it."""
     return (
-        [ConversionNote("has no effect: every folder is read alike")]
+        [ConversionNote("has no effect: all folders are read in the same way")]
         if value in ("image", "sd")
         else [SettingValue("type", value)]
     )
@@ -154,15 +153,19 @@ def folder_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOu
 
 def use_gh200_trainer(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     if value is True:
-        note = ConversionNote("there is one trainer here; this turns on gh200_optimizations.enable_uvm_hints")
+        note = ConversionNote("turns on gh200_optimizations.enable_uvm_hints; there is only one trainer")
         return [SettingValue("^gh200_optimizations.enable_uvm_hints", True, is_implied=True), note]
     if value is False:
-        return [ConversionNote("has no effect: there is one trainer here, and hints are set by gh200_optimizations")]
+        return [
+            ConversionNote(
+                "has no effect: there is only one trainer; gh200_optimizations.enable_uvm_hints turns hints off"
+            )
+        ]
     return [InvalidValue(f"{format_value(value)} is not true or false")]
 
 
 def ramp_setting(name: str) -> KeyConversion:
-    """A number of the ramp at the top level asks for the ramp."""
+    """A setting of the ramp at the top level of the file, which also turns the ramp on."""
     return lambda value, block: [
         SettingValue(f"^gh200_optimizations.{name}", value),
         SettingValue("^gh200_optimizations.enable_batch_size_rampup", True, is_implied=True),
@@ -170,14 +173,14 @@ def ramp_setting(name: str) -> KeyConversion:
 
 
 def repeats(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """SimpleTuner counts further repeats: its 0 is once, our 1."""
+    """SimpleTuner counts additional repeats: its 0 is our 1."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return [SettingValue("repeats", value + 1)]
     return [InvalidValue(f"{format_value(value)} is not a whole number of at least 0")]
 
 
 def disabled(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """True is answered where the entry is read; here the rest."""
+    """`translate` handles true; here other values are refused."""
     return [] if isinstance(value, bool) else [InvalidValue(f"{format_value(value)} is not true or false")]
 
 
@@ -185,11 +188,7 @@ def crop(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     if value is True:
         return [] if "crop_style" in block else [SettingValue("crop", "center")]
     if value is False:
-        return [
-            ConversionNote(
-                "samples keep their shape up to the nearest bucket; the rest is cropped, by at most bucket_step"
-            )
-        ]
+        return [ConversionNote("samples are resized to the nearest bucket and cropped by less than bucket_step")]
     return [SettingValue("crop", value)]
 
 
@@ -197,7 +196,7 @@ def crop_style(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOut
     if value in ("corner", "face"):
         return [
             SettingValue("crop", "center"),
-            ConversionNote(f"{format_value(value)} is not available; the centre is kept"),
+            ConversionNote(f"{format_value(value)} is not available; samples are cropped to the centre"),
         ]
     return [SettingValue("crop", value)]
 
@@ -211,15 +210,18 @@ def crop_aspect(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOu
 
 
 def resolution(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """SimpleTuner's megapixels, or the side of a square of that area."""
+    """SimpleTuner's `resolution`: megapixels, or the side of a square, by `resolution_type`."""
     kind = block.get("resolution_type", block.get("--resolution_type", "pixel_area"))
     if kind == "area" and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
         side = round(math.sqrt(value * 1e6) / 64) * 64  # SimpleTuner: 1.0 and 1.05 both mean 1024 × 1024
-        return [SettingValue("resolution", side), ConversionNote(f"{value} megapixels are a square of {side} pixels")]
+        return [
+            SettingValue("resolution", side),
+            ConversionNote(f"{value} megapixels is the area of a square of {side} × {side} pixels"),
+        ]
     if kind == "pixel":
         return [
             SettingValue("resolution", _int_if_whole(value)),
-            ConversionNote("is the side of a square of the same area, not the shorter side"),
+            ConversionNote("is read as the side of a square of the same area, not as the shorter side"),
         ]
     return [SettingValue("resolution", _int_if_whole(value))]
 
@@ -228,11 +230,11 @@ def resolution_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversi
     if value not in ("area", "pixel", "pixel_area"):
         return [InvalidValue(f'{format_value(value)} is not a resolution type; allowed: "area", "pixel", "pixel_area"')]
     has_resolution = "resolution" in block or "--resolution" in block
-    return [] if has_resolution else [ConversionNote("has no effect without resolution beside it")]
+    return [] if has_resolution else [ConversionNote("has no effect without resolution")]
 
 
 def resolution_list(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """ai-toolkit uses every sample at every resolution of its list."""
+    """ai-toolkit uses every sample at every resolution of the list."""
     if isinstance(value, list) and len(value) > 1 and "resolution_mode" not in block:
         return [SettingValue("resolution", value), SettingValue("resolution_mode", "each", is_implied=True)]
     return [SettingValue("resolution", value)]
@@ -248,7 +250,7 @@ def caption_strategy(value: JSON, block: Mapping[str, JSON]) -> Sequence[Convers
     if block.get("only_instance_prompt") is True:
         return []
     outcomes: list[ConversionOutcome] = [SettingValue("captions.source", CAPTION_SOURCES[value])]
-    if value == "textfile":  # there, every line of the file is a caption of its own
+    if value == "textfile":  # in SimpleTuner, each line of the file is a separate caption
         outcomes.append(
             SettingValue("captions.several", block.get("disable_multiline_split") is not True, is_implied=True)
         )
@@ -262,11 +264,11 @@ def instance_prompt(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversi
         return [SettingValue("captions.constant", value), SettingValue("captions.source", "constant", is_implied=True)]
     if block.get("prepend_instance_prompt") is True:
         return [SettingValue("captions.trigger_word", value)]
-    return [ConversionNote('has no effect here without caption_strategy "instanceprompt" or prepend_instance_prompt')]
+    return [ConversionNote('has no effect without caption_strategy "instanceprompt" or prepend_instance_prompt')]
 
 
 def used_by_key(other_key: str, is_switch: bool = True) -> KeyConversion:
-    """A key, as a rule a switch, that another key's conversion reads."""
+    """A key that only the conversion of `other_key` reads. `is_switch`: it must be true or false."""
 
     def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
         if is_switch and not isinstance(value, bool):
@@ -312,9 +314,10 @@ def random_crop(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOu
 
 
 def cache_location(kind: str, location: str, memory_key: str = "") -> KeyConversion:
-    """A cache asked for by a dataset or the loop; here it is a setting of the run.
+    """A switch of a dataset or of the training loop that asks for a cache; here caches are settings of the run.
 
-    `unless`: the key that asks for a copy in memory too, which then is what is read, while the disk keeps it.
+    `kind` is "vae" or "text", `location` the cache type. If the switch `memory_key` is also true, samples are read from
+    unified memory and the disk keeps them.
     """
 
     def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
@@ -322,11 +325,13 @@ def cache_location(kind: str, location: str, memory_key: str = "") -> KeyConvers
             return [InvalidValue(f"{format_value(value)} is not true or false")]
         if not value:
             return []
-        place = "unified_memory" if memory_key and block.get(memory_key) is True else location
-        puts: list[ConversionOutcome] = [SettingValue(f"^cache_config.{kind}_cache_type", place, is_implied=True)]
+        cache_type = "unified_memory" if memory_key and block.get(memory_key) is True else location
+        outcomes: list[ConversionOutcome] = [
+            SettingValue(f"^cache_config.{kind}_cache_type", cache_type, is_implied=True)
+        ]
         if location == "disk":
-            puts.append(SettingValue("^cache_config.persistent_cache", True, is_implied=True))
-        return [*puts, ConversionNote(f'is read as cache_config.{kind}_cache_type "{place}", for the whole run')]
+            outcomes.append(SettingValue("^cache_config.persistent_cache", True, is_implied=True))
+        return [*outcomes, ConversionNote(f'sets cache_config.{kind}_cache_type: "{cache_type}" for the whole run')]
 
     return convert
 

@@ -1,4 +1,4 @@
-"""Foreign keys of datasets: what SimpleTuner and ai-toolkit call a dataset's setting, and what becomes of it here."""
+"""The keys of datasets in SimpleTuner and ai-toolkit, and their conversions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from supertuner.config.dialects import conversions as to_ours
 from supertuner.config.dialects.conversions import rename_to, unless_null
 from supertuner.config.dialects.dialect_keys import AI_TOOLKIT, SIMPLETUNER, DialectKey, converted_keys, ignored_keys
 
-NOT_NEEDED = "has no effect: staging does this by itself"
-NO_PAIRS = "has no effect yet: paired data come later"
-NO_REG = "has no effect: a dataset of regularisation is one like others; prior and loss_weight say what it is for"
-NO_SIZES = "has no effect: no sample is left out for its size; `upscale: false` keeps small ones from being enlarged"
+NOT_NEEDED = "has no effect: staging does this automatically"
+PAIRED_DATA = (
+    "has no effect: set conditioning_dir to a folder of reference images, or mask_dir to a folder of masks; "
+    "their files are named like the samples"
+)
+NO_REG = "has no effect: set prior: true for prior preservation, or loss_weight to weight the dataset"
+NO_SIZES = "has no effect: samples of all sizes are used; set upscale: false to keep small ones from being enlarged"
 
 INHERITED_ROOT_KEYS = {
     SIMPLETUNER: {
@@ -24,7 +27,7 @@ INHERITED_ROOT_KEYS = {
     },
     AI_TOOLKIT: {"trigger_word": "captions.trigger_word"},
 }
-"""Keys of the root that every dataset without its own inherits, under these names."""
+"""Keys of the root that apply to every dataset without that key, and their names in the dataset."""
 
 DATASET_KEYS = (
     *converted_keys(
@@ -65,7 +68,7 @@ DATASET_KEYS = (
     *ignored_keys(SIMPLETUNER, NO_SIZES, "minimum_image_size maximum_image_size target_downsample_size"),
     *ignored_keys(
         SIMPLETUNER,
-        "has no effect: samples of every shape are used, cropped to max_aspect_ratio",
+        "has no effect: samples of every aspect ratio are used, cropped to max_aspect_ratio",
         "minimum_aspect_ratio",
     ),
     *ignored_keys(
@@ -74,7 +77,7 @@ DATASET_KEYS = (
         "metadata_backend metadata_update_interval skip_file_discovery preserve_data_backend_cache crop_aspect_buckets "
         "text_embeds image_embeds default write_batch_size max_upscale_threshold hash_filenames vae_cache_ondemand",
     ),
-    *ignored_keys(SIMPLETUNER, NO_PAIRS, "conditioning_data conditioning"),
+    *ignored_keys(SIMPLETUNER, PAIRED_DATA, "conditioning_data conditioning"),
     *ignored_keys(SIMPLETUNER, NOT_NEEDED, "min_frames max_frames is_i2v bucket_strategy frame_interval", "video"),
     *ignored_keys(
         SIMPLETUNER,
@@ -84,7 +87,7 @@ DATASET_KEYS = (
     ),
     *ignored_keys(
         SIMPLETUNER,
-        "has no effect: each epoch shuffles anew, from run.seed",
+        "has no effect: tags are shuffled in each epoch, seeded by run.seed",
         "count seed include_original",
         "caption_shuffle",
     ),
@@ -125,15 +128,24 @@ DATASET_KEYS = (
         NOT_NEEDED,
         "buckets num_workers prefetch_factor augmentation_cache_epoch shrink_video_to_frames scale",
     ),
-    *ignored_keys(AI_TOOLKIT, NO_PAIRS, "alpha_mask network_weight"),
-    *ignored_keys(AI_TOOLKIT, NO_REG, "is_reg"),
-    *ignored_keys(AI_TOOLKIT, "has no effect: the model says whether it starts from an image", "do_i2v"),
     *ignored_keys(
-        AI_TOOLKIT, "has no effect: see the captions block", "default_caption token_dropout_rate random_triggers poi"
+        AI_TOOLKIT,
+        "has no effect: alpha channels are not read as masks; set mask_dir to a folder of masks named like the samples",
+        "alpha_mask",
     ),
     *ignored_keys(
         AI_TOOLKIT,
-        "has no effect: what is changed in a sample is set by the `augment` block",
+        "has no effect: an adapter is trained at full strength on every dataset; loss_weight weights a dataset",
+        "network_weight",
+    ),
+    *ignored_keys(AI_TOOLKIT, NO_REG, "is_reg"),
+    *ignored_keys(AI_TOOLKIT, "has no effect: the model determines whether it starts from an image", "do_i2v"),
+    *ignored_keys(
+        AI_TOOLKIT, "has no effect: use the captions block", "default_caption token_dropout_rate random_triggers poi"
+    ),
+    *ignored_keys(
+        AI_TOOLKIT,
+        "has no effect: use the augment block",
         "augments augmentations shuffle_augmentations flip_y random_scale",
     ),
 )

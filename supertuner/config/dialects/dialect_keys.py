@@ -1,4 +1,4 @@
-"""What the tables of foreign names are made of: one row per key, and what becomes of it here."""
+"""The row type of the tables of dialect keys: a key of another program, and its conversion."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ AI_TOOLKIT = "ai-toolkit"
 
 @dataclass(frozen=True, slots=True)
 class DialectKey:
-    """One foreign key, its path relative to the root or to a dataset."""
+    """A key of a dialect."""
 
     dialect: str
     key: str
+    """Its path, relative to the root or to a dataset."""
     convert: KeyConversion | None = None
+    """None if the key has no effect."""
     ignored_reason: str = ""
-    """Why it has no effect here, for a key that has none."""
+    """Why it has no effect."""
     in_dialect_only: bool = False
-    """The key means something else in our own tree: the row counts only where the dialect is certain."""
+    """The key has another meaning in our own settings, so the row applies only if the dialect is known."""
 
 
 def converted_keys(dialect: str, conversions: Mapping[str, KeyConversion], block: str = "") -> Iterator[DialectKey]:

@@ -1,4 +1,4 @@
-"""The tables of foreign names by what is looked up in them: a root's keys, a dataset's, and whose dataset it is."""
+"""Lookups in the tables of dialect keys: keys of a run, keys of a dataset, and the dialect of a dataset."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ __all__ = [
 
 @cache
 def run_keys() -> Mapping[str, DialectKey]:
-    """Rows of the root by their written path."""
+    """The rows for keys outside datasets, by path."""
     return {row.key: row for row in RUN_KEYS}
 
 
 @cache
 def dataset_keys(dialect: str) -> Mapping[str, DialectKey]:
-    """Rows of a dataset entry that is read as `dialect` ("" where none is certain)."""
+    """The rows for a dataset of `dialect` ("" if the dialect is unknown), by path."""
     table = {row.key: row for row in DATASET_KEYS if not row.in_dialect_only}
     return table | {row.key: row for row in DATASET_KEYS if row.in_dialect_only and row.dialect == dialect}
 
 
 def inherited_keys() -> Mapping[str, tuple[str, str]]:
-    """Root keys that datasets inherit → (dialect, the name in the dataset)."""
+    """Root keys that datasets inherit → (dialect, key in the dataset)."""
     return {name: (dialect, inner) for dialect, table in INHERITED_ROOT_KEYS.items() for name, inner in table.items()}
 
 
 def detect_dialect(entry: Mapping[str, object]) -> str:
-    """Whose dataset entry this is, by the first key that only one dialect has; "" if there is none."""
+    """The dialect of a dataset entry, by its first key that only one dialect has; "" if there is none."""
     shared = {"type", "crop", "audio"}
     keys = dataset_keys("")
     for name in entry:

@@ -1,4 +1,4 @@
-"""How foreign words about losses and their weights become settings of ours. Pure, as conversions."""
+"""Conversions of dialect keys about losses and loss weights. Pure."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from supertuner.config.dialects.conversions import (
 from supertuner.config.settings.values import format_value
 from supertuner.core.types import JSON
 
-UNCAPPED_WEIGHT_NOTE = (
-    "there it has no cap: samples of little noise count γ / SNR, and all others more; here none counts more than 1"
-)
+UNCAPPED_WEIGHT_NOTE = "ai-toolkit weights every sample by γ / SNR; here the weight is at most 1"
 
 
 def min_snr_gamma(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """SimpleTuner's `snr_gamma` and ai-toolkit's `min_snr_gamma`: nothing and 0 mean that it is not wanted."""
+    """SimpleTuner's `snr_gamma` and ai-toolkit's `min_snr_gamma`; null and 0 turn it off."""
     if value in (None, 0, "", "0"):
         return []
     return [SettingValue("objective.weighting", "min_snr", is_implied=True), SettingValue("objective.snr_gamma", value)]
 
 
 def ai_toolkit_snr_gamma(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """ai-toolkit's `snr_gamma`, which is not the published weight."""
+    """ai-toolkit's `snr_gamma`, which is not the published min-SNR weight."""
     outcomes = min_snr_gamma(value, block)
     return [*outcomes, ConversionNote(f"is read as min_snr_gamma; {UNCAPPED_WEIGHT_NOTE}")] if outcomes else []
 
@@ -37,7 +35,7 @@ def simpletuner_loss(value: JSON, block: Mapping[str, JSON]) -> Sequence[Convers
     if value == "smooth_l1":
         return [
             SettingValue("objective.loss", "huber"),
-            ConversionNote("is huber here, which is smooth_l1 times huber_delta"),
+            ConversionNote('sets objective.loss: "huber", which is smooth_l1 multiplied by huber_delta'),
         ]
     if value in ("l2", "huber"):
         return [SettingValue("objective.loss", "mse" if value == "l2" else "huber")]
@@ -45,7 +43,7 @@ def simpletuner_loss(value: JSON, block: Mapping[str, JSON]) -> Sequence[Convers
 
 
 def huber_delta(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """SimpleTuner's `huber_c`, which is given whether or not it is used."""
+    """SimpleTuner's `huber_c`; it counts only with a Huber loss."""
     if sibling_value(block, "loss_type") in ("huber", "smooth_l1"):
         return [SettingValue("objective.huber_delta", value)]
     return [ConversionNote("has no effect: loss_type is not huber")]

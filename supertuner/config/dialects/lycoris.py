@@ -1,4 +1,4 @@
-"""What a LyCORIS file of SimpleTuner (`lycoris_config`) means here: algorithm, rank, alpha, factor, targets. Pure."""
+"""Converts SimpleTuner's LyCORIS file (`lycoris_config`): algorithm, rank, alpha, factor and targets. Pure."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from supertuner.core.types import JSON
 
 ALGORITHMS: Final = {"lora": "locon", "locon": "locon", "loha": "loha", "lokr": "lokr", "full": "diff"}
 FULL_MATRIX_DIM: Final = 10_000
-"""A `linear_dim` from here on is SimpleTuner's way to ask LoKr for whole matrices."""
+"""With LoKr, a `linear_dim` of at least this asks for full matrices."""
 TARGET_PRESETS: Final = {
     frozenset({"Attention"}): "attention",
     frozenset({"Attention", "FeedForward"}): "attention_mlp",
 }
-_NO_EFFECT: Final = "has no effect: it is not an option here"
+_NO_EFFECT: Final = "has no effect: there is no such option"
 _SWITCHES: Final = {"full_matrix": "adapter.lokr_full_matrix", "rs_lora": "adapter.rslora"}
 
 
 def convert_lycoris_config(tree: Mapping[str, JSON]) -> Iterator[tuple[str, ConversionOutcome]]:
-    """Each key of the file with what becomes of it; where it says no rank or alpha, LyCORIS's own defaults count."""
+    """The outcome for each key of the file. A missing rank or alpha gets LyCORIS's default."""
     sizes: dict[str, JSON] = {"linear_dim": 4, "linear_alpha": 1}
     for name, value in {"algo": "lora", **sizes, **tree}.items():
         if name == "algo":
             yield name, _convert_algorithm(value)
         elif name in sizes and tree.get("algo") == "full":
-            continue  # whole weights have neither
+            continue  # full weights have neither
         elif name == "linear_dim":
             full_matrix = isinstance(value, int) and value >= FULL_MATRIX_DIM and tree.get("algo") == "lokr"
             yield (
@@ -49,14 +49,12 @@ def convert_lycoris_config(tree: Mapping[str, JSON]) -> Iterator[tuple[str, Conv
             if value not in (1, 1.0):
                 yield (
                     name,
-                    InvalidValue(
-                        f"{format_value(value)} is not available; an adapter is trained at its full strength, 1"
-                    ),
+                    InvalidValue(f"{format_value(value)} is not available; an adapter is trained at full strength, 1"),
                 )
         elif name == "dora_wd" and value is True:
             yield (
                 name,
-                InvalidValue('is not available for LyCORIS; lora_type: "standard" can be trained with adapter.dora'),
+                InvalidValue('is not available for LyCORIS; use lora_type: "standard" and adapter.dora: true'),
             )
         else:
             yield name, ConversionNote(_NO_EFFECT)
@@ -77,13 +75,11 @@ def _convert_preset(value: Mapping[str, JSON]) -> Iterator[tuple[str, Conversion
                 yield (
                     name,
                     ConversionNote(
-                        f'{format_value(inner)} are classes of modules; taken as "attention_mlp", see adapter.targets'
+                        f'{format_value(inner)} are classes of modules; sets adapter.targets: "attention_mlp" instead'
                     ),
                 )
         else:
             yield (
                 name,
-                ConversionNote(
-                    "has no effect: layers are named by adapter.targets, and their ranks by adapter.modules"
-                ),
+                ConversionNote("has no effect: use adapter.targets for layers and adapter.modules for their ranks"),
             )

@@ -1,4 +1,4 @@
-"""How foreign words about the model, its adapter and its noise levels become settings of ours. Pure, as conversions."""
+"""Conversions of dialect keys about the model, its adapter and its noise levels. Pure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-NOT_TRAINED_YET = "is not trained here yet, so no model is set; datasets can be staged and previewed"
+NOT_TRAINED_YET = "is not supported, so no model is set; datasets can be staged and previewed"
 
 UNSUPPORTED_SIMPLETUNER_FAMILIES = _words(
     "ace_step auraflow chroma cosmos2image deepfloyd flux2 hidream hunyuanvideo kandinsky5-image kandinsky5-video "
     "kolors legacy longcat_image longcat_video ltxvideo ltxvideo2 lumina2 omnigen pixart_sigma sana "
     "sanavideo sd1x sd2x wan_s2v z_image"
 )
-"""Families of SimpleTuner that are not trained here."""
+"""Families of SimpleTuner that we do not support."""
 FAMILY_BY_SIMPLETUNER_NAME = {
     "flux": "flux",
     "qwen_image": "qwen-image",
@@ -35,12 +35,12 @@ FAMILY_BY_SIMPLETUNER_NAME = {
     "sdxl": "sdxl",
     "wan": "wan2.2",
 }
-"""Families of SimpleTuner, and ours."""
+"""SimpleTuner's name of a family → ours."""
 FAMILY_BY_ARCHITECTURE = {
     "wan22_14b": "wan2.2",
     "wan22_14b_i2v": "wan2.2",
     "wan22_5b": "wan2.2",
-    "wan21": "wan2.2",  # its text-to-video is one expert of the same kind
+    "wan21": "wan2.2",  # its text-to-video model has the architecture of one expert
     "flux": "flux",
     "qwen_image": "qwen-image",
     "qwen_image_edit": "qwen-image-edit",
@@ -51,7 +51,7 @@ UNSUPPORTED_ARCHITECTURES = _words(
     "auraflow chroma flex1 flex2 flux2 flux_kontext hidream hidream_e1 lumina2 omnigen2 pixart pixart_sigma "
     "qwen_image_edit_plus sd1 sd2 ssd vega wan21_i2v zimage"
 )
-"""Architectures of ai-toolkit that are not trained here."""
+"""Architectures of ai-toolkit that we do not support."""
 WAN_FLAVOURS = {
     "i2v-14b-2.2-high": ("Wan-AI/Wan2.2-I2V-A14B-Diffusers", "high_noise"),
     "i2v-14b-2.2-low": ("Wan-AI/Wan2.2-I2V-A14B-Diffusers", "low_noise"),
@@ -60,7 +60,7 @@ WAN_FLAVOURS = {
     "t2v-480p-14b-2.1": ("Wan-AI/Wan2.1-T2V-14B-Diffusers", "all"),
 }
 UNSUPPORTED_FLAVOUR_PREFIXES = ("i2v-14b-2.1", "i2v-480p", "i2v-720p", "flf2v", "vace", "kontext", "edit-v2", "refiner")
-"""How flavours begin that are not trained here."""
+"""Prefixes of flavours that we do not support."""
 SIMPLETUNER_DEFAULT_MODELS = {
     "wan": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     "flux": "black-forest-labs/FLUX.1-dev",
@@ -68,7 +68,7 @@ SIMPLETUNER_DEFAULT_MODELS = {
     "sd3": "stabilityai/stable-diffusion-3.5-medium",
     "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
 }
-"""What SimpleTuner trains of a family when neither flavour nor path is given."""
+"""The model of a family that SimpleTuner trains if neither flavour nor path is given."""
 MODEL_BY_FLAVOUR = {
     "flux": {
         "dev": "black-forest-labs/FLUX.1-dev",
@@ -80,7 +80,7 @@ MODEL_BY_FLAVOUR = {
     "sd3.5": {size: f"stabilityai/stable-diffusion-3.5-{size}" for size in ("medium", "large")},
     "sdxl": {f"base-{number}": f"stabilityai/stable-diffusion-xl-base-{number}" for number in ("1.0", "0.9")},
 }
-"""Of models with one expert, by our family."""
+"""The hub names of flavours of models with one denoiser, by our family."""
 ATTENTION_BACKENDS = {
     "diffusers": "native",
     "xformers": "xformers",
@@ -93,7 +93,7 @@ ATTENTION_BACKENDS = {
     **{f"native-{name}": f"_native_{name}" for name in ("efficient", "flash", "math", "npu", "xla")},
 }
 EIGHT_BIT_FORMATS = {"int8": "int8", "qint8": "int8", "fp8": "fp8", "fp8uz": "fp8", "qfloat8": "fp8", "float8": "fp8"}
-"""Number formats of 8 bits, by the first word of their foreign names."""
+"""8-bit number formats, by the first word of their names in the dialects."""
 UNSUPPORTED_FORMAT_PREFIXES = ("int4", "int2", "uint", "qint4", "qint2", "nf4", "fp4", "int3")
 
 
@@ -102,16 +102,14 @@ def model_family(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionO
     if value in UNSUPPORTED_SIMPLETUNER_FAMILIES:
         return [ConversionNote(f"{format_value(value)} {NOT_TRAINED_YET}")]
     if value not in tuple(FAMILY_BY_SIMPLETUNER_NAME):
-        trained = ", ".join(map(format_value, FAMILY_BY_SIMPLETUNER_NAME))
-        return [InvalidValue(f"{format_value(value)} is not a family that is known here; trained are {trained}")]
+        supported = ", ".join(map(format_value, FAMILY_BY_SIMPLETUNER_NAME))
+        return [InvalidValue(f"{format_value(value)} is not a known family; supported families: {supported}")]
     name = simpletuner_family(block)
     if name is None:
         return [ConversionNote(f"this flavour of {format_value(value)} {NOT_TRAINED_YET}")]
     if sibling_value(block, "model_flavour") or sibling_value(block, "pretrained_model_name_or_path"):
         return [SettingValue("model.family", name)]
-    note = ConversionNote(
-        f"no model is named; {SIMPLETUNER_DEFAULT_MODELS[str(value)]} is what SimpleTuner trains then"
-    )
+    note = ConversionNote(f"no model is given; uses SimpleTuner's default, {SIMPLETUNER_DEFAULT_MODELS[str(value)]}")
     return [
         SettingValue("model.family", name),
         SettingValue("model.path", SIMPLETUNER_DEFAULT_MODELS[str(value)], is_implied=True),
@@ -120,7 +118,7 @@ def model_family(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionO
 
 
 def simpletuner_family(block: Mapping[str, JSON]) -> str | None:
-    """Our family of a SimpleTuner file; None if it is not trained here."""
+    """Our family for a SimpleTuner file; None if we do not support it."""
     flavour = str(sibling_value(block, "model_flavour") or "").lower()
     if flavour.startswith(UNSUPPORTED_FLAVOUR_PREFIXES):
         return None
@@ -129,21 +127,21 @@ def simpletuner_family(block: Mapping[str, JSON]) -> str | None:
 
 
 def model_path(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """SimpleTuner's `pretrained_model_name_or_path`; what is not trained must not be loaded either."""
+    """SimpleTuner's `pretrained_model_name_or_path`; ignored if the family is not supported."""
     if not value:
         return []
     if sibling_value(block, "model_family") is not None and simpletuner_family(block) is None:
-        return [ConversionNote("has no effect: its model_family is not trained here yet")]
+        return [ConversionNote("has no effect: its model_family is not supported")]
     return _put_path(value)
 
 
 def model_flavour(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """SimpleTuner's `model_flavour` stands for a name on the hub, and for one of two experts."""
+    """SimpleTuner's `model_flavour`, which stands for a name on the hub, and for Wan2.2 also for one of two experts."""
     if not value:
         return []
     name = simpletuner_family(block)
     if name is None:
-        return [ConversionNote("has no effect: its model_family is not trained here yet")]
+        return [ConversionNote("has no effect: its model_family is not supported")]
     flavour_name = str(value).lower()
     if flavour_name in MODEL_BY_FLAVOUR.get(name, {}):
         return [SettingValue("model.path", MODEL_BY_FLAVOUR[name][flavour_name], is_implied=True)]
@@ -154,37 +152,30 @@ def model_flavour(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversion
             SettingValue("model.experts", experts, is_implied=True),
         ]
     if sibling_value(block, "pretrained_model_name_or_path"):
-        return [
-            ConversionNote(
-                f"{format_value(value)} is not known here; the model is the one of pretrained_model_name_or_path"
-            )
-        ]
-    return [InvalidValue(f"{format_value(value)} is not known here; name the model by pretrained_model_name_or_path")]
+        return [ConversionNote(f"{format_value(value)} is not a known flavour; pretrained_model_name_or_path is used")]
+    return [InvalidValue(f"{format_value(value)} is not a known flavour; set pretrained_model_name_or_path")]
 
 
 def architecture(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """ai-toolkit's `model.arch`; its web page writes a variant behind a colon."""
+    """ai-toolkit's `model.arch`; its web interface appends a variant after a colon."""
     name = str(value).partition(":")[0]
     if name in FAMILY_BY_ARCHITECTURE:
         return [SettingValue("model.family", FAMILY_BY_ARCHITECTURE[name])]
     if name in UNSUPPORTED_ARCHITECTURES:
         return [ConversionNote(f"{format_value(value)} {NOT_TRAINED_YET}")]
-    return [
-        InvalidValue(
-            f"{format_value(value)} is not known here; trained are {', '.join(map(format_value, FAMILY_BY_ARCHITECTURE))}"
-        )
-    ]
+    supported = ", ".join(map(format_value, FAMILY_BY_ARCHITECTURE))
+    return [InvalidValue(f"{format_value(value)} is not a known architecture; supported: {supported}")]
 
 
 def is_architecture(name: str) -> KeyConversion:
-    """ai-toolkit's older switches, `model.is_flux` and others."""
+    """ai-toolkit's older switches such as `model.is_flux`. `name` is our family; "" if we do not support it."""
 
     def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
         if not isinstance(value, bool):
             return [InvalidValue(f"{format_value(value)} is not true or false")]
         if not value:
             return []
-        return [SettingValue("model.family", name)] if name else [ConversionNote(f"such a model {NOT_TRAINED_YET}")]
+        return [SettingValue("model.family", name)] if name else [ConversionNote(f"this model {NOT_TRAINED_YET}")]
 
     return convert
 
@@ -193,28 +184,24 @@ def name_or_path(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionO
     """ai-toolkit's `model.name_or_path`."""
     is_unsupported = str(block.get("arch")).partition(":")[0] in UNSUPPORTED_ARCHITECTURES
     if is_unsupported or any(block.get(switch) is True for switch in ("is_v2",)):
-        return [ConversionNote("has no effect: such a model is not trained here yet")]
+        return [ConversionNote("has no effect: this model is not supported")]
     return _put_path(value) if value else []
 
 
 def _put_path(value: JSON) -> Sequence[ConversionOutcome]:
     if isinstance(value, str) and value.endswith((".safetensors", ".ckpt", ".gguf")):
-        form = "give the pipeline's folder or name as model.path"
-        return [
-            InvalidValue(
-                f"{format_value(value)} is one file; {form}, and a .safetensors file of its denoiser as model.single_file"
-            )
-        ]
+        remedy = "set model.path to the folder or name of the pipeline, and model.single_file to a .safetensors file"
+        return [InvalidValue(f"{format_value(value)} is a single file; {remedy}")]
     return [SettingValue("model.path", value)]
 
 
 def base_precision(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """SimpleTuner's `base_model_precision`: a format and the library that makes it."""
+    """SimpleTuner's `base_model_precision`: a number format and the library that quantizes to it."""
     return [] if value in (None, "", "no_change") else _quantized_weights(value)
 
 
 def quantize(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """ai-toolkit's `model.quantize`; `qtype` beside it says how."""
+    """ai-toolkit's `model.quantize`, with the format in `qtype`."""
     if not isinstance(value, bool):
         return [InvalidValue(f"{format_value(value)} is not true or false")]
     return _quantized_weights(block.get("qtype", "qfloat8")) if value else []
@@ -224,16 +211,16 @@ def _quantized_weights(value: JSON) -> Sequence[ConversionOutcome]:
     text = str(value).lower()
     number_format, _, library = text.partition("-")
     if number_format in EIGHT_BIT_FORMATS:
-        notes = [] if library in ("", "torchao") else [ConversionNote(f"is done by torchao, not by {library}")]
+        notes = [] if library in ("", "torchao") else [ConversionNote(f"torchao quantizes the weights, not {library}")]
         return [SettingValue("model.base_weights", EIGHT_BIT_FORMATS[number_format]), *notes]
     if text.startswith(UNSUPPORTED_FORMAT_PREFIXES):
         note = ConversionNote(
-            f"{format_value(value)}: fewer than 8 bits are not available; 8 bits are used, which need more memory"
+            f"{format_value(value)}: fewer than 8 bits are not available; int8 is used, which needs more memory"
         )
         return [SettingValue("model.base_weights", "int8"), note]
     return [
         InvalidValue(
-            f"{format_value(value)} is not known here; weights are kept as they are computed with, as int8 or as fp8"
+            f'{format_value(value)} is not a known format; model.base_weights is "as_computed", "int8" or "fp8"'
         )
     ]
 
@@ -246,7 +233,7 @@ def attention(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutc
     if text.startswith("sageattention"):
         return [
             ConversionNote(
-                "has no effect: it has no backward pass, and samples are made with the same attention as training"
+                "has no effect: SageAttention has no backward pass, and samples use the same attention as training"
             )
         ]
     return [
@@ -260,12 +247,12 @@ def dynamo_backend(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversio
     """SimpleTuner's `dynamo_backend`."""
     if value in (None, False, "", "no", "none"):
         return []
-    notes = [] if value == "inductor" else [ConversionNote("the compiler is inductor")]
+    notes = [] if value == "inductor" else [ConversionNote("inductor is used instead")]
     return [SettingValue("model.compile", True), *notes]
 
 
 def model_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """SimpleTuner's `model_type`: with LyCORIS, its own file says what kind of adapter."""
+    """SimpleTuner's `model_type`; with LyCORIS, `lycoris_config` determines the kind of adapter."""
     return (
         []
         if value == "lora" and sibling_value(block, "lora_type") == "lycoris"
@@ -280,12 +267,12 @@ def lora_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutc
     if value == "lycoris" and sibling_value(block, "lycoris_config"):
         return []
     if value == "lycoris":
-        return [InvalidValue('"lycoris" needs lycoris_config, a file that says which algorithm; or set adapter.type')]
+        return [InvalidValue('"lycoris" needs lycoris_config, a file with the algorithm; or set adapter.type')]
     return [InvalidValue(f'{format_value(value)} is not available; allowed: "standard", "lycoris"')]
 
 
 def lycoris_file(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """SimpleTuner's `lycoris_config`: the file that it names is read by lycoris_dialect."""
+    """SimpleTuner's `lycoris_config`: `translate` reads the file and converts it with `lycoris`."""
     return []
 
 
@@ -293,7 +280,7 @@ ADAPTER_BY_NETWORK = {"lora": "lora", "dora": "lora", "locon": "locon", "loha": 
 
 
 def network_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """ai-toolkit's `network.type`. Its adapters are on all linear layers of the blocks."""
+    """ai-toolkit's `network.type`; its adapters cover all linear layers of the blocks."""
     if not isinstance(value, str) or value not in ADAPTER_BY_NETWORK:
         return [
             InvalidValue(
@@ -309,35 +296,35 @@ def network_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionO
 
 
 def trained_experts(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """ai-toolkit's `train_high_noise` and `train_low_noise`, which are both true unless they are not."""
+    """ai-toolkit's `train_high_noise` and `train_low_noise`, which both default to true."""
     high, low = block.get("train_high_noise", True), block.get("train_low_noise", True)
     if not isinstance(value, bool):
         return [InvalidValue(f"{format_value(value)} is not true or false")]
     if high is False and low is False:
-        return [InvalidValue("is false, and so is the other: there is nothing to train")]
+        return [InvalidValue("train_high_noise and train_low_noise are both false: there is nothing to train")]
     return [SettingValue("model.experts", "all" if high and low else "high_noise" if high else "low_noise")]
 
 
 def flow_shift(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """SimpleTuner's `flow_schedule_shift`: nothing and 0 mean that noise levels stay where they are."""
+    """SimpleTuner's `flow_schedule_shift`; null and 0 mean no shift."""
     if sibling_value(block, "flow_schedule_auto_shift") is True:
-        return [ConversionNote("gives way to flow_schedule_auto_shift")]
+        return [ConversionNote("has no effect: flow_schedule_auto_shift overrides it")]
     return [SettingValue("objective.shift", 1.0 if value in (None, 0, "") else value)]
 
 
 def set_if_true(path: str, value: JSON) -> KeyConversion:
-    """A switch that asks for one value of a setting."""
+    """A switch: true sets `path` to `value`, false sets nothing."""
 
-    def convert(given: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-        if not isinstance(given, bool):
-            return [InvalidValue(f"{format_value(given)} is not true or false")]
-        return [SettingValue(path, value)] if given else []
+    def convert(switch: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+        if not isinstance(switch, bool):
+            return [InvalidValue(f"{format_value(switch)} is not true or false")]
+        return [SettingValue(path, value)] if switch else []
 
     return convert
 
 
 def timestep_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """ai-toolkit's laws of noise levels."""
+    """ai-toolkit's `timestep_type`: the distribution of noise levels."""
     distributions: dict[JSON, tuple[str, JSON]] = {
         "sigmoid": ("logit_normal", 1.0),
         "linear": ("uniform", 1.0),
@@ -351,14 +338,10 @@ def timestep_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversion
         if shift_value is not None:
             outcomes.append(SettingValue("objective.shift", shift_value, is_implied=True))
         if value == "weighted":
-            outcomes.append(ConversionNote("its weights are not available; see objective.weighting"))
+            outcomes.append(ConversionNote("its loss weights are not available; see objective.weighting"))
         return outcomes
     if value in ("lognorm_blend", "lumina2_shift", "next_sample", "one_step"):
-        return [
-            ConversionNote(
-                f"{format_value(value)} is not available; noise levels are drawn as objective.timesteps says"
-            )
-        ]
+        return [ConversionNote(f"{format_value(value)} is not available; objective.timesteps is used")]
     return [
         InvalidValue(f"{format_value(value)} is not available; allowed: {', '.join(map(format_value, distributions))}")
     ]

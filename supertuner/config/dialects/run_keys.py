@@ -1,4 +1,4 @@
-"""Foreign keys of a run: what SimpleTuner and ai-toolkit call a setting, and what becomes of it here."""
+"""The keys of a run (outside datasets) in SimpleTuner and ai-toolkit, and their conversions."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from supertuner.config.dialects.conversions import map_value, positive_or_unset,
 from supertuner.config.dialects.dataset_keys import NO_SIZES, NOT_NEEDED
 from supertuner.config.dialects.dialect_keys import AI_TOOLKIT, SIMPLETUNER, DialectKey, converted_keys, ignored_keys
 
-ONE_PIPELINE = "has no effect: all parts come from the pipeline of model.path"
-NO_ASSISTANT = "has no effect: no adapter is taken away again after training; adapter.frozen trains on top of one"
+ONE_PIPELINE = "has no effect: all components come from the pipeline of model.path"
+NO_ASSISTANT = "has no effect: assistant adapters are not supported; adapter.frozen trains on top of a frozen adapter"
 NO_TEXT_TRAINING = "has no effect: text encoders are not trained"
-NO_OFFLOAD = "has no effect yet: weights are not sent to host memory by plan; memory.overflow lets them spill there"
-CHOSEN_BY_TRAINER = "has no effect: the trainer chooses this by itself"
-CHOSEN_BY_FAMILY = "has no effect: the family's own objective and sampler are used"
-NO_LOSS = "has no effect: the loss is objective.loss of the model's target, weighted by objective.weighting"
+NO_OFFLOAD = (
+    "has no effect: the plan moves weights, activations and optimizer state to host memory if the run does not fit "
+    'into GPU memory; plan.weights: "streamed" always keeps block weights in host memory'
+)
+CHOSEN_BY_TRAINER = "has no effect: the trainer chooses this automatically"
+CHOSEN_BY_FAMILY = "has no effect: the model family determines its objective and sampler"
+NO_LOSS = "has no effect: use objective.loss and objective.weighting"
 NO_SUCH_SCHEDULE = "has no effect: it belongs to a schedule that is not available"
-NO_OPTIMIZER_OPTIONS = "has no effect: an optimizer's further options are not settings here"
-NOT_UPLOADED = "has no effect: nothing is uploaded, and no other service is told"
-ALWAYS_ASKABLE = "has no effect: a running job can always be asked, by `supertuner validate` or SIGUSR1"
+NO_OPTIMIZER_OPTIONS = "has no effect: further options of optimizers are not available"
+NOT_UPLOADED = "has no effect: nothing is uploaded, and no other service is notified"
+ALWAYS_ON_REQUEST = "has no effect: `supertuner validate` and SIGUSR1 request a validation from any running job"
 NO_PROMPT_LIBRARY = "has no effect: write the prompts into validation.prompts"
-ONE_EXPORT = "has no effect: what was trained is exported in the layout that diffusers loads"
+ONE_EXPORT = "has no effect: exports have the format that diffusers loads; `supertuner adapter convert` writes others"
 
 SIMPLETUNER_RUN_KEYS = (
     *converted_keys(
@@ -129,9 +132,9 @@ SIMPLETUNER_RUN_KEYS = (
         NO_OFFLOAD,
         "offload_during_startup enable_group_offload group_offload_type group_offload_use_stream ramtorch",
     ),
-    *ignored_keys(SIMPLETUNER, "has no effect: everything of a run is in its folder", "logging_dir"),
+    *ignored_keys(SIMPLETUNER, "has no effect: logs are in the run folder", "logging_dir"),
     *ignored_keys(SIMPLETUNER, CHOSEN_BY_FAMILY, "validation_guidance_rescale validation_guidance_real"),
-    *ignored_keys(SIMPLETUNER, ALWAYS_ASKABLE, "enable_manual_validation"),
+    *ignored_keys(SIMPLETUNER, ALWAYS_ON_REQUEST, "enable_manual_validation"),
     *ignored_keys(SIMPLETUNER, NO_PROMPT_LIBRARY, "validation_prompt_library user_prompt_library"),
     *ignored_keys(
         SIMPLETUNER,
@@ -261,12 +264,14 @@ AI_TOOLKIT_RUN_KEYS = (
     *ignored_keys(AI_TOOLKIT, NO_LOSS, "loss_target diff_output_preservation", "train"),
     *ignored_keys(
         AI_TOOLKIT,
-        "has no effect: what is trained is said by adapter, and text encoders are not",
+        "has no effect: the adapter block determines what is trained; text encoders are not trained",
         "train_unet train_text_encoder unet_lr text_encoder_lr",
         "train",
     ),
     *ignored_keys(AI_TOOLKIT, NO_SUCH_SCHEDULE, "lr_scheduler_params", "train"),
-    *ignored_keys(AI_TOOLKIT, "has no effect: what a model predicts is read from its scheduler", "is_v_pred", "model"),
+    *ignored_keys(
+        AI_TOOLKIT, "has no effect: the prediction type is read from the model's scheduler", "is_v_pred", "model"
+    ),
     *ignored_keys(
         AI_TOOLKIT,
         CHOSEN_BY_TRAINER,
@@ -279,7 +284,7 @@ AI_TOOLKIT_RUN_KEYS = (
     *ignored_keys(AI_TOOLKIT, NO_ASSISTANT, "assistant_lora_path", "model"),
     *ignored_keys(
         AI_TOOLKIT,
-        "has no effect: what an adapter is put on is said by adapter.targets",
+        "has no effect: use adapter.targets",
         "conv conv_alpha network_kwargs",
         "network",
     ),
@@ -291,9 +296,9 @@ AI_TOOLKIT_RUN_KEYS = (
     *ignored_keys(AI_TOOLKIT, CHOSEN_BY_FAMILY, "sampler guidance_rescale network_multiplier", "sample"),
     *ignored_keys(AI_TOOLKIT, "has no effect: samples are PNG files, and MP4 for videos", "format", "sample"),
     *ignored_keys(AI_TOOLKIT, "has no effect: a run has one name, run.name", "run_name", "logging"),
-    *ignored_keys(AI_TOOLKIT, "has no effect: the run's log has every step", "verbose", "logging"),
-    *ignored_keys(AI_TOOLKIT, "has no effect: the run's log has every step", "performance_log_every"),
-    *ignored_keys(AI_TOOLKIT, "has no effect: there is one kind of job here", "type job meta"),
+    *ignored_keys(AI_TOOLKIT, "has no effect: losses.jsonl has every step", "verbose", "logging"),
+    *ignored_keys(AI_TOOLKIT, "has no effect: losses.jsonl has every step", "performance_log_every"),
+    *ignored_keys(AI_TOOLKIT, "has no effect: there is only one kind of job", "type job meta"),
 )
 
 RUN_KEYS = SIMPLETUNER_RUN_KEYS + AI_TOOLKIT_RUN_KEYS

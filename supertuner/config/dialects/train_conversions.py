@@ -1,4 +1,4 @@
-"""How foreign words about averages, checkpoints, samples and reports become settings of ours. Pure, as conversions."""
+"""Conversions of dialect keys about EMA, checkpoints, validation and reports. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from supertuner.core.types import JSON
 
 
 def use_ema(default_decay: float) -> KeyConversion:
-    """The switch; the decay beside it, or the one that they use when nothing is said."""
+    """`use_ema`: true sets the dialect's default decay, unless `ema_decay` is given."""
 
     def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
         if not isinstance(value, bool):
@@ -29,18 +29,18 @@ def use_ema(default_decay: float) -> KeyConversion:
             return []
         return [
             SettingValue("train.ema_decay", default_decay, is_implied=True),
-            ConversionNote(f"ema_decay is not given: {default_decay:g}"),
+            ConversionNote(f"sets train.ema_decay: {default_decay:g}, the default"),
         ]
 
     return convert
 
 
 def ema_decay(enabled_by_default: bool) -> KeyConversion:
-    """The decay, which counts only if the average is wanted."""
+    """`ema_decay`, which counts only if EMA is on."""
 
     def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-        wanted = sibling_value(block, "use_ema")
-        if wanted is True or (wanted is None and enabled_by_default):
+        enabled = sibling_value(block, "use_ema")
+        if enabled is True or (enabled is None and enabled_by_default):
             return [SettingValue("train.ema_decay", value)]
         return [ConversionNote("has no effect: use_ema is not true")]
 
@@ -48,7 +48,7 @@ def ema_decay(enabled_by_default: bool) -> KeyConversion:
 
 
 def disabled_ema(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """ai-toolkit's `ema_config` where it is not a block."""
+    """ai-toolkit's `ema_config` if it is not a block."""
     return (
         []
         if value in (None, False)
@@ -73,7 +73,7 @@ def sample_prompts(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversio
         return [InvalidValue(f"{format_value(value)} is not a list of prompts")]
     has_trigger = any(isinstance(prompt_text, str) and "[trigger]" in prompt_text for prompt_text in value)
     notes = (
-        [ConversionNote("[trigger] is not replaced in prompts of samples; write the word itself")]
+        [ConversionNote("[trigger] is not replaced in these prompts; write the trigger word itself")]
         if has_trigger
         else []
     )
@@ -81,25 +81,22 @@ def sample_prompts(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversio
 
 
 def sample_entries(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """ai-toolkit's `sample.samples`: prompts with settings of their own, of which the prompts are read."""
+    """ai-toolkit's `sample.samples`: prompts with individual settings, of which only the prompts are read."""
     if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
         return [InvalidValue(f"{format_value(value)} is not a list of blocks with a prompt each")]
-    prompt_texts = [one["prompt"] for one in value if isinstance(one, Mapping) and one.get("prompt") is not None]
-    extra = sorted({str(name) for one in value if isinstance(one, Mapping) for name in one} - {"prompt"})
-    notes = [ConversionNote(f"of each sample only the prompt is read, not {', '.join(extra)}")] if extra else []
+    entries = [entry for entry in value if isinstance(entry, Mapping)]
+    prompt_texts = [entry["prompt"] for entry in entries if entry.get("prompt") is not None]
+    extra = sorted({str(name) for entry in entries for name in entry} - {"prompt"})
+    notes = [ConversionNote(f"only the prompts are read, not {', '.join(extra)}")] if extra else []
     return [*sample_prompts(prompt_texts, block), *notes]
 
 
 def validation_seeds(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """SimpleTuner's `validation_seed` and `num_validation_images`: so many seeds from there on."""
+    """SimpleTuner's `validation_seed` and `num_validation_images`: that many consecutive seeds."""
     first, count = sibling_value(block, "validation_seed"), sibling_value(block, "num_validation_images")
     first, count = 0 if first is None else first, 1 if count is None else count
     if not _is_whole_number(first) or not _is_whole_number(count) or not 1 <= count <= 64:
-        return [
-            InvalidValue(
-                f"{format_value(value)} is not a whole number that a seed or a number of images up to 64 can be"
-            )
-        ]
+        return [InvalidValue(f"{format_value(value)} is not a seed, or not a number of images from 1 to 64")]
     return [SettingValue("validation.seeds", list(range(first, first + count)))]
 
 
@@ -109,7 +106,7 @@ def sample_seed(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOu
 
 
 def validation_resolution(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """SimpleTuner's `validation_resolution`: a side, megapixels, `1024x576`, or several of these after commas."""
+    """SimpleTuner's `validation_resolution`: a side, megapixels, `1024x576`, or a list of these separated by commas."""
     first, *others = [part.strip() for part in str(value).lower().split(",")]
     sides = re.fullmatch(r"(\d{1,6})x(\d{1,6})", first)
     side = re.fullmatch(r"\d{1,6}(\.\d{1,6})?", first)
@@ -120,12 +117,12 @@ def validation_resolution(value: JSON, block: Mapping[str, JSON]) -> Sequence[Co
         width = height = int(number) if number >= 16 else round(math.sqrt(number * 1e6) / 64) * 64
     else:
         return [InvalidValue(f'{format_value(value)} is not a size; write 1024 or "1024x576"')]
-    notes = [ConversionNote(f"samples have one size here: {width} × {height}")] if others else []
+    notes = [ConversionNote(f"only the first size is used: {width} × {height}")] if others else []
     return [SettingValue("validation.width", width), SettingValue("validation.height", height), *notes]
 
 
 def validation_interval(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """SimpleTuner's `validation_step_interval`, unless validation is turned off beside it."""
+    """SimpleTuner's `validation_step_interval`; ignored with `validation_disable`."""
     if sibling_value(block, "validation_disable") is True or value in (None, 0):
         return []
     return [SettingValue("validation.every_steps", value)]
@@ -142,7 +139,7 @@ def disable_validation(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conve
 
 
 def validate_at_start(inverted: bool, is_implied: bool = False) -> KeyConversion:
-    """A switch about samples before the first step; `unless`: true means none."""
+    """A switch for a validation before the first step; `inverted`: true turns it off."""
 
     def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
         if not isinstance(value, bool):
@@ -153,7 +150,7 @@ def validate_at_start(inverted: bool, is_implied: bool = False) -> KeyConversion
 
 
 def sample_interval(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """ai-toolkit's `sample_every`. It samples before the first step too; `train` may turn either off."""
+    """ai-toolkit's `sample_every`. ai-toolkit also samples before the first step; keys of `train` can turn both off."""
     if value in (None, 0):
         return []
     return [
@@ -163,7 +160,7 @@ def sample_interval(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversi
 
 
 def report_to(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """SimpleTuner's trackers, one or several after commas."""
+    """SimpleTuner's `report_to`: trackers, separated by commas."""
     names = {part.strip() for part in str(value).lower().split(",")} - {"", "none"}
     if "all" in names:
         names = {"tensorboard", "wandb"}

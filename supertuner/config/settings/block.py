@@ -1,4 +1,4 @@
-"""What every block of settings is: frozen, closed to unknown keys, and checked for contradictions at birth."""
+"""The base class of settings blocks: frozen, without unknown keys, checked for contradictions when created."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
 CONTRADICTION: Final = "contradiction"
-"""The error type under which contradictions travel through pydantic; their list is in the error's context."""
+"""The type of the pydantic error that carries contradictions; the error's context holds them as `remarks`."""
 
 
 def name_or_folder(*words: str) -> dict[str, Any]:
-    """Marks a text that is one of `words`, or a folder, found like every path, or else some other name."""
+    """JSON Schema annotations of a text that is one of `words`, or the path of a folder, or another name."""
     return {"format": "name-or-folder", "words": list(words)}
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsIssue:
-    """Something about settings that are fine one by one: a contradiction, or something unwise."""
+    """A contradiction between settings that are valid individually, or a warning."""
 
     field: str
-    """The key to change, relative to its block; empty for the block as a whole."""
+    """The setting to change, relative to its block; "" for the block as a whole."""
     message: str
     related_fields: tuple[str, ...] = ()
-    """Other keys of the block that the remark rests on."""
+    """Other settings, relative to the block, that the issue depends on."""
 
 
 class SettingsBlock(BaseModel):
-    """A block of settings. Fields are documented under themselves; the text goes into the JSON Schema."""
+    """A block of settings. The docstring below a field is its description in the JSON Schema and the docs."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False, allow_inf_nan=False
     )
 
     def contradictions(self) -> Iterator[SettingsIssue]:
-        """What cannot work: refused."""
+        """Combinations of settings that cannot work; they make the configuration invalid."""
         yield from ()
 
     def warnings(self) -> Iterator[SettingsIssue]:
-        """What works and is unwise: warned about."""
+        """Settings that are valid, but unwise or without effect."""
         yield from ()
 
     @model_validator(mode="after")

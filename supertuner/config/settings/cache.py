@@ -1,4 +1,4 @@
-"""Settings of the caches of encoded latents and text; the names are those of the seeds' `cache_config`."""
+"""Settings of the caches of encoded latents and text (named as in the GH200 forks) and of staged datasets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from supertuner.config.settings.block import SettingsBlock, SettingsIssue
 
 class CacheConfig(SettingsBlock):
     vae_cache_type: Literal["unified_memory", "disk", "none"] = "unified_memory"
-    """Where encoded images, videos and sounds live: one shared copy in RAM, a mapped file, or nowhere."""
+    """Where encoded images, videos and sounds are cached: in one copy in shared RAM, in a mapped file, or not at
+    all."""
     text_cache_type: Literal["unified_memory", "disk", "none"] = "unified_memory"
-    """Where encoded captions live: one shared copy in RAM, a mapped file, or nowhere."""
+    """Where encoded captions are cached: in one copy in shared RAM, in a mapped file, or not at all."""
     cache_dir: Path | None = None
-    """Folder of persistent caches; unset: `cache` below `run.output_dir`."""
+    """Folder of persistent caches. Unset: `cache` below `run.output_dir`."""
     persistent_cache: bool = False
-    """Keep what was encoded in `cache_dir`, so that the next run need not encode it again."""
+    """Keep encoded samples in `cache_dir`, so that the next run does not encode them again."""
 
     def warnings(self) -> Iterator[SettingsIssue]:
         if self.persistent_cache and self.vae_cache_type == self.text_cache_type == "none":
@@ -30,11 +31,11 @@ class CacheConfig(SettingsBlock):
 
 class ArenaSettings(SettingsBlock):
     home: Path | None = None
-    """Folder for datasets of type "in_memory"; unset: a folder of this user's on tmpfs, /dev/shm/supertuner-<uid>."""
+    """Folder for datasets of type "in_memory". Unset: the user's folder on tmpfs, /dev/shm/supertuner-<uid>."""
     disk_home: Path | None = None
-    """Folder for datasets of type "disk"; unset: `arenas` below `run.output_dir`."""
+    """Folder for datasets of type "disk". Unset: `arenas` below `run.output_dir`."""
     verify: Literal["on_demand", "background", "always"] = "on_demand"
-    """When payload checksums are checked: by `supertuner arena verify`, in the background after attaching, or before
-    every first use. Headers and indexes are always checked."""
+    """When checksums of the data are verified: only by `supertuner arena verify`, in the background after attaching, or
+    before the first use. Headers and indexes are always verified."""
     keep: Literal["until_removed", "run"] | Annotated[float, Field(gt=0)] = "until_removed"
-    """How long a staged dataset stays: until `supertuner arena rm`, as long as the run, or this many hours."""
+    """How long a staged dataset stays: until `supertuner arena rm`, until the run ends, or this many hours."""

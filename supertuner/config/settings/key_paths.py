@@ -1,4 +1,4 @@
-"""Paths of settings, `datasets[0].in_memory.compression` as text or as a tuple, and the schema of the setting at a path.
+"""Paths of settings such as `datasets[0].in_memory.compression`, as text and tuples, and the schema at each path.
 
 A *pattern* is a path without list positions: `datasets[].in_memory.compression`.
 """

@@ -1,4 +1,4 @@
-"""Settings of the unified-memory engine: the seeds' `gh200_optimizations`, and what happens when GPU memory is full."""
+"""Settings of residency hints, the batch-size ramp (the GH200 forks' `gh200_optimizations`), and memory overflow."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from supertuner.config.settings.block import SettingsBlock, SettingsIssue
 
 class Gh200Optimizations(SettingsBlock):
     enable_uvm_hints: bool | None = None
-    """Force residency hints on or off; unset: on where the machine supports them and something asks for them."""
+    """Turn residency hints on or off. Unset: on if the machine supports them and another setting needs them."""
     enable_batch_size_rampup: bool = False
-    """Grow the effective batch size at the beginning of training."""
+    """Increase the effective batch size at the beginning of training."""
     initial_effective_batch_size: Annotated[int | None, Field(ge=1)] = None
-    """Samples per optimizer step where the ramp starts; a ramp needs it."""
+    """Samples per optimizer step at the start of the ramp; required for a ramp."""
     target_effective_batch_size: Annotated[int | None, Field(ge=1)] = None
-    """Samples per optimizer step where the ramp ends; unset: what `train` says."""
+    """Samples per optimizer step at the end of the ramp. Unset: `train.batch_size` ×
+    `train.gradient_accumulation_steps`."""
     batch_rampup_steps: Annotated[int, Field(ge=1)] = 400
     """Length of the ramp in micro-batches of `train.batch_size` samples."""
 
@@ -27,11 +28,11 @@ class Gh200Optimizations(SettingsBlock):
         if initial is not None and target is not None and target < initial:
             yield SettingsIssue(
                 "target_effective_batch_size",
-                f"{target} is below initial_effective_batch_size {initial}; a ramp goes up",
+                f"{target} is below initial_effective_batch_size {initial}; the ramp must not decrease",
                 ("initial_effective_batch_size",),
             )
         if self.enable_batch_size_rampup and initial is None:
-            message = "is missing: enable_batch_size_rampup is true, and a ramp starts somewhere"
+            message = "is missing: enable_batch_size_rampup is true, and the ramp needs a start"
             yield SettingsIssue("initial_effective_batch_size", message, ("initial_effective_batch_size",))
 
     def warnings(self) -> Iterator[SettingsIssue]:
@@ -47,22 +48,25 @@ class TensorClassPatterns(SettingsBlock):
     weights: AccessPattern | None = None
     """Frozen weights."""
     state: AccessPattern | None = None
-    """Gradients and optimizer state of what is trained."""
+    """Gradients and optimizer state."""
 
 
 class OverflowSettings(SettingsBlock):
     enabled: bool = False
-    """Let allocations beyond GPU memory continue in managed memory instead of failing."""
+    """Let allocations that exceed GPU memory use managed memory instead of failing."""
     oversubscription_ratio: Annotated[float, Field(ge=1.0, le=100.0)] = 5.0
-    """Hard limit of all live bytes, as a multiple of GPU memory; beyond it an allocation fails."""
+    """Hard limit of all allocated bytes, as a multiple of GPU memory; an allocation beyond it fails."""
     access_pattern: AccessPattern = "gpu_first"
-    """Where managed memory prefers to be: the GPU; wherever it is used; or the host, read over the link."""
+    """Preferred location of managed memory: the GPU ("gpu_first"); none, the driver migrates pages ("balanced"); or the
+    host, which the GPU reads over the link ("cpu_first")."""
     class_patterns: TensorClassPatterns = TensorClassPatterns()
-    """Another access pattern for a class of tensors; unset: as all the others."""
+    """Access patterns for classes of tensors. Unset: `access_pattern`."""
     gpu_reserve_gb: Annotated[float | None, Field(ge=0)] = None
-    """GPU memory that stays free: an allocation that would leave less is managed; unset: 5 % of it."""
+    """GPU memory to keep free, in GB of 2^30 bytes: an allocation that would leave less uses managed memory. Unset: 5 %
+    of GPU memory."""
     host_floor_gb: Annotated[float | None, Field(ge=0)] = None
-    """Host memory that spilling leaves free, or else an allocation fails; unset: 10 % of it."""
+    """Host memory to keep free, in GB of 2^30 bytes: an allocation that would leave less fails. Unset: 10 % of host
+    memory."""
 
     def warnings(self) -> Iterator[SettingsIssue]:
         for name in sorted(self.model_fields_set - {"enabled"}):

@@ -1,4 +1,4 @@
-"""Settings of the model that is trained, and of what is trained of it."""
+"""Settings of the model, the adapter and the training objective."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import Field
 from supertuner.config.settings.block import SettingsBlock, SettingsIssue, name_or_folder
 
 _MODEL = name_or_folder("tiny")
-_TARGETS = {"allowed": "the name of a preset in quotes, or a list of endings of module names"}
+_TARGETS = {"allowed": "the name of a preset in quotes, or a list of suffixes of module names"}
 
 
 ModuleNames = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1, max_length=256)]
@@ -19,42 +19,40 @@ ModuleNames = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(m
 
 class ModelSettings(SettingsBlock):
     family: Literal["wan2.2", "flux", "qwen-image", "qwen-image-edit", "sdxl", "sd3.5"] | None = None
-    """Which family of models; training needs it."""
+    """Family of the model; required for training."""
     path: Annotated[str | None, Field(min_length=1, json_schema_extra=_MODEL)] = None
     """A folder with a diffusers pipeline, a name on the Hugging Face hub, or "tiny": a random model of a few hundred
-    kilobytes, to try a configuration with."""
+    kilobytes, for trying out a configuration."""
     revision: Annotated[str | None, Field(min_length=1)] = None
-    """Branch, tag or commit of a model on the hub; unset: its main branch."""
+    """Branch, tag or commit of a model on the hub. Unset: its main branch."""
     variant: Annotated[str | None, Field(min_length=1)] = None
-    """Which of several sets of weight files of a pipeline is read, such as "fp16"."""
+    """Variant of the weight files of a pipeline, such as "fp16"."""
     single_file: Path | None = None
-    """The denoiser's weights (with two experts: those of the high-noise one) from this .safetensors file instead."""
+    """A .safetensors file that replaces the weights of the denoiser (with two experts: of the high-noise expert)."""
     single_file_low_noise: Path | None = None
-    """The low-noise expert's weights from this .safetensors file instead."""
+    """A .safetensors file that replaces the weights of the low-noise expert."""
     offline: bool = False
-    """Use what is on this machine, and ask no server."""
+    """Use only files on this machine; make no network requests."""
     experts: Literal["all", "high_noise", "low_noise"] = "all"
-    """Which experts of a model with several are trained."""
+    """For a model with several experts: which of them are trained."""
     switch_boundary_every: Annotated[int, Field(ge=1)] = 1
-    """With several experts: optimizer steps after which training goes on with the next one."""
+    """For a model with several experts: optimizer steps after which training switches to the next expert."""
     attention: str = "native"
-    """Attention backend by its name in diffusers, such as "native", "flash", "_flash_3", "flex" or "xformers"; it is
-    tried at the start."""
+    """Attention backend of diffusers, such as "native", "flash", "_flash_3", "flex" or "xformers". Its availability is
+    tested at the start."""
     base_weights: Literal["as_computed", "int8", "fp8"] = "as_computed"
-    """Number format of weights that are not trained: that of the computation, or 8 bits by torchao."""
+    """Number format of frozen weights: that of the computation, or 8 bits (quantized by torchao)."""
     compile: bool = False
-    """Compile the blocks of the model with torch.compile: slow to start, faster afterwards."""
+    """Compile the transformer blocks with torch.compile: a slower start, faster steps."""
 
     def contradictions(self) -> Iterator[SettingsIssue]:
         if self.path is not None and self.family is None:
-            yield SettingsIssue(
-                "family", "is missing: path names a model, and its family says how it is trained", ("path",)
-            )
-        message = f'is not there: a model of family "{self.family}" has one denoiser'
+            yield SettingsIssue("family", "is missing: a model needs both path and family", ("path",))
+        message = f'does not exist: a model of family "{self.family}" has one denoiser'
         if self._has_one_denoiser and self.experts != "all":
             yield SettingsIssue("experts", f'"{self.experts}" {message}', ("family",))
         if self._has_one_denoiser and self.single_file_low_noise is not None:
-            yield SettingsIssue("single_file_low_noise", f"{message}; its weights come from single_file", ("family",))
+            yield SettingsIssue("single_file_low_noise", f"{message}; use single_file", ("family",))
 
     @property
     def _has_one_denoiser(self) -> bool:
@@ -62,16 +60,12 @@ class ModelSettings(SettingsBlock):
 
     def warnings(self) -> Iterator[SettingsIssue]:
         if "switch_boundary_every" in self.model_fields_set and (self._has_one_denoiser or self.experts != "all"):
-            yield SettingsIssue(
-                "switch_boundary_every", "has no effect: one expert is trained, so there is nothing to switch to"
-            )
+            yield SettingsIssue("switch_boundary_every", "has no effect: only one expert is trained")
         if self.revision is not None and self.path is not None and (self.path == "tiny" or self.path.startswith("/")):
-            yield SettingsIssue(
-                "revision", "has an effect only for a model on the hub; path names a model on this machine"
-            )
+            yield SettingsIssue("revision", "has no effect: path is a model on this machine, not on the hub")
         if self.attention.lower().lstrip("_").startswith("sage"):
             yield SettingsIssue(
-                "attention", f'"{self.attention}" computes no gradient, and training refuses it; use "native"'
+                "attention", f'"{self.attention}" computes no gradients, so training refuses it; use "native"'
             )
 
 
@@ -81,71 +75,72 @@ AdapterTargets = Annotated[str | ModuleNames, Field(json_schema_extra=_TARGETS)]
 
 
 class ModuleAdapterSettings(SettingsBlock):
-    """Another rank or alpha for some of the layers that an adapter is put on."""
+    """Another rank or alpha for some layers of the adapter."""
 
     match: Annotated[str, Field(min_length=1)] = "*"
-    """Which layers: a module's name or the end of it, `*` for any letters, such as "ffn.net.2" or "blocks.1*.attn1.*".
-    The first entry that fits a layer counts."""
+    """The layers: the name of a module or its last parts, with `*` for any characters, such as "ffn.net.2" or
+    "blocks.1*.attn1.*". The first entry that matches a layer counts."""
     rank: AdapterRank | None = None
-    """Their rank; unset: the adapter's."""
+    """Rank of these layers. Unset: `adapter.rank`."""
     alpha: AdapterAlpha | None = None
-    """Their alpha; unset: the adapter's, and where that is unset too, their rank."""
+    """Alpha of these layers. Unset: `adapter.alpha`; if that is also unset, their rank."""
 
 
 class ExpertAdapterSettings(SettingsBlock):
-    """What is different on one of two experts."""
+    """Settings that differ for one expert."""
 
     rank: AdapterRank | None = None
-    """Rank on this expert; unset: `adapter.rank`."""
+    """Rank for this expert. Unset: `adapter.rank`."""
     alpha: AdapterAlpha | None = None
-    """Alpha on this expert; unset: `adapter.alpha`, and where that is unset too, the rank."""
+    """Alpha for this expert. Unset: `adapter.alpha`; if that is also unset, the rank."""
     targets: AdapterTargets | None = None
-    """What the adapter is put on in this expert; unset: `adapter.targets`."""
+    """Target layers in this expert. Unset: `adapter.targets`."""
     start_from: Path | None = None
-    """The file that this expert's adapter begins with; unset: `adapter.start_from`."""
+    """File with the initial values of this expert's adapter. Unset: `adapter.start_from`."""
     frozen: Path | None = None
-    """The file of the adapter that is frozen below this expert's; unset: `adapter.frozen`."""
+    """File of a frozen adapter below this expert's adapter. Unset: `adapter.frozen`."""
 
 
 class AdapterSettings(SettingsBlock):
     type: Literal["lora", "locon", "loha", "lokr", "diff", "full"] = "lora"
-    """What is trained: a low-rank adapter (by peft); one of LyCORIS, low-rank (locon), of Hadamard products (loha), of
-    Kronecker products (lokr) or the targets' whole weights, kept as a difference (diff); or all weights of the
-    expert (full)."""
+    """What is trained. "lora": a low-rank adapter (peft). "locon", "loha", "lokr": adapters of LyCORIS, low-rank, of
+    Hadamard products, or of Kronecker products. "diff": the full weights of the targets, stored as a difference
+    (LyCORIS). "full": all weights of the expert."""
     rank: AdapterRank = 16
     """Rank of the adapter."""
     alpha: AdapterAlpha | None = None
-    """The adapter's output is scaled by alpha / rank; unset: equal to the rank."""
+    """The adapter's output is scaled by alpha / rank. Unset: equal to the rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the adapter's inputs that is dropped while training (with LyCORIS: of its outputs)."""
+    """Dropout probability of the adapter's inputs (with LyCORIS: of its outputs)."""
     targets: AdapterTargets = "attention"
-    """What the adapter is put on: a preset of the family ("attention", "attention_mlp", "all_linear"; with sdxl also
-    "all_layers", which has the convolutions too), or endings of module names."""
+    """Target layers of the adapter: a preset of the family ("attention", "attention_mlp", "all_linear"; for sdxl also
+    "all_layers", which includes convolutions), or a list of suffixes of module names."""
     dora: bool = False
-    """lora: train the length of each row of a weight apart from its direction (DoRA)."""
+    """lora: train magnitude and direction of each row of a weight separately (DoRA)."""
     rslora: bool = False
-    """Scale by alpha / √rank instead of alpha / rank, which keeps high ranks from learning slowly (rsLoRA)."""
+    """Scale by alpha / √rank instead of alpha / rank, so that high ranks do not learn more slowly (rsLoRA)."""
     lokr_factor: Annotated[int, Field(ge=-1, le=4096)] = -1
-    """lokr: size of the smaller Kronecker factor; -1: the split nearest to square."""
+    """lokr: size of the smaller Kronecker factor. -1: the factorization closest to square."""
     lokr_full_matrix: bool = False
-    """lokr: both factors whole, without a rank."""
+    """lokr: full matrices for both factors, without a rank."""
     start_from: Path | None = None
-    """Begin with the values of this adapter, a .safetensors file in any naming that is known, of the same type and
+    """A .safetensors file with the initial values of the adapter; any known naming scheme, the same type and the same
     ranks."""
     frozen: Path | None = None
-    """Train on top of this adapter, a .safetensors file: it is added to the weights, and stays as it is."""
+    """A .safetensors file of an adapter that is added to the base weights and stays frozen; the new adapter is trained
+    on top of it."""
     modules: Annotated[tuple[ModuleAdapterSettings, ...], Field(max_length=256)] = ()
     """Other ranks and alphas for some layers."""
     high_noise: ExpertAdapterSettings = ExpertAdapterSettings()
-    """What is different on the high-noise expert."""
+    """Settings that differ for the high-noise expert."""
     low_noise: ExpertAdapterSettings = ExpertAdapterSettings()
-    """What is different on the low-noise expert."""
+    """Settings that differ for the low-noise expert."""
 
     def contradictions(self) -> Iterator[SettingsIssue]:
         if self.dora and self.type != "lora":
-            yield SettingsIssue("dora", f'is done by peft, with type: "lora" and not "{self.type}"', ("type",))
+            yield SettingsIssue("dora", f'needs type: "lora", not "{self.type}"', ("type",))
         if self.lokr_factor == 0:
-            yield SettingsIssue("lokr_factor", "is 0; a factor is -1 or at least 1")
+            yield SettingsIssue("lokr_factor", "is 0; it must be -1 or at least 1")
 
     def warnings(self) -> Iterator[SettingsIssue]:
         for name in _UNUSED_FIELDS_BY_TYPE.get(self.type, ()):
@@ -154,7 +149,7 @@ class AdapterSettings(SettingsBlock):
         if self.type not in ("lokr", "full", "diff"):
             for name in ("lokr_factor", "lokr_full_matrix"):
                 if name in self.model_fields_set:
-                    yield SettingsIssue(name, 'has an effect only with type: "lokr"')
+                    yield SettingsIssue(name, 'has no effect without type: "lokr"')
 
 
 _SIZE_FIELDS = ("rank", "alpha", "dropout", "rslora", "lokr_factor", "lokr_full_matrix", "modules")
@@ -163,36 +158,36 @@ _UNUSED_FIELDS_BY_TYPE = {"full": (*_SIZE_FIELDS, "targets", "start_from"), "dif
 
 class ObjectiveSettings(SettingsBlock):
     timesteps: Literal["uniform", "logit_normal"] | None = None
-    """How noise levels are drawn; unset: evenly for a model that predicts epsilon or v, as such models were trained,
-    and logit_normal for flow matching."""
+    """Distribution of noise levels. Unset: "uniform" for models that predict epsilon or v, as in their original
+    training; "logit_normal" for flow matching."""
     logit_mean: float = 0.0
-    """logit_normal: mean of the normal distribution whose logistic is the noise level."""
+    """logit_normal: mean of the normal distribution whose logistic function is the noise level."""
     logit_std: Annotated[float, Field(gt=0)] = 1.0
-    """logit_normal: its standard deviation."""
+    """logit_normal: standard deviation of that normal distribution."""
     shift: Annotated[float, Field(gt=0, le=1000)] | Literal["auto"] | None = None
-    """Noise levels are moved towards noise, s·t / (1 + (s - 1)·t): by this factor, by one that grows with the number of
-    tokens ("auto"), or (unset) as the family's own scheduler says."""
+    """Shift s of the noise levels t towards more noise, s·t / (1 + (s - 1)·t). "auto": s grows with the number of
+    tokens. Unset: the shift of the model's scheduler."""
     weighting: Literal["none", "sigma_sqrt", "cosmap", "min_snr", "debiased"] = "none"
-    """Weight of a sample's loss by its noise level; "min_snr" and "debiased" by its signal-to-noise ratio."""
+    """Weight of a sample's loss by its noise level; "min_snr" and "debiased": by its signal-to-noise ratio."""
     snr_gamma: Annotated[float, Field(gt=0)] = 5.0
-    """min_snr: the signal-to-noise ratio above which clean samples count less and less."""
+    """min_snr: signal-to-noise ratio above which the weight decreases."""
     flow_snr: Literal["none", "path"] = "none"
-    """min_snr and debiased with a model of flow matching: all noise levels count the same, or by the signal-to-noise
-    ratio of the path from noise to sample, ((1 - l) / l)²."""
+    """min_snr and debiased with flow matching: "none": all noise levels have the same weight. "path": the weight
+    follows the signal-to-noise ratio of the path from noise to sample, ((1 - t) / t)²."""
     loss: Literal["mse", "huber"] = "mse"
-    """What an error costs: its square, or (pseudo-Huber) its square while it is small and its size where it is
-    large."""
+    """Loss function: mean squared error, or pseudo-Huber, which is quadratic for small errors and linear for large
+    ones."""
     huber_delta: Annotated[float, Field(gt=0)] = 0.1
-    """huber: the error around which the square ends."""
+    """huber: size of the error at which the loss changes from quadratic to linear."""
 
     def warnings(self) -> Iterator[SettingsIssue]:
         if self.timesteps == "uniform":
             for name in ("logit_mean", "logit_std"):
                 if name in self.model_fields_set:
-                    yield SettingsIssue(name, 'has an effect only with timesteps: "logit_normal"')
+                    yield SettingsIssue(name, 'has no effect without timesteps: "logit_normal"')
         if "snr_gamma" in self.model_fields_set and self.weighting != "min_snr":
-            yield SettingsIssue("snr_gamma", 'has an effect only with weighting: "min_snr"')
+            yield SettingsIssue("snr_gamma", 'has no effect without weighting: "min_snr"')
         if "flow_snr" in self.model_fields_set and self.weighting not in ("min_snr", "debiased"):
-            yield SettingsIssue("flow_snr", 'has an effect only with weighting: "min_snr" or "debiased"')
+            yield SettingsIssue("flow_snr", 'has no effect without weighting: "min_snr" or "debiased"')
         if "huber_delta" in self.model_fields_set and self.loss != "huber":
-            yield SettingsIssue("huber_delta", 'has an effect only with loss: "huber"')
+            yield SettingsIssue("huber_delta", 'has no effect without loss: "huber"')

@@ -1,4 +1,4 @@
-"""Settings of many processes that train one run together."""
+"""Settings of distributed training."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from supertuner.config.settings.block import SettingsBlock
 
 class ParallelSettings(SettingsBlock):
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    """How processes share the work: "ddp": each has the whole model, and gradients are added up; "fsdp": each has a
-    part of the weights, and a block's are brought together while it is computed; "auto": what the launcher says,
-    otherwise "ddp"."""
+    """How ranks share the work. "ddp": each has the whole model, and gradients are all-reduced. "fsdp": each has a
+    shard of the weights, and the weights of a block are gathered while it computes (FSDP2). "auto": as the launcher
+    selects, else "ddp"."""
     cpu_offload: bool = False
-    """fsdp: weights, gradients and the optimizer's state wait in host memory, and the CPU steps."""
+    """fsdp: keep weights, gradients and optimizer state in host memory; the CPU computes the optimizer step."""
     reshard_after_forward: bool = True
-    """fsdp: let go of a block's weights between its forward and backward pass; false: hold them, and gather once."""
+    """fsdp: free the gathered weights of a block between its forward and backward pass. false: keep them, and gather
+    them only once."""
     reduce_every_batch: bool = False
-    """fsdp, all weights trained: add up gradients after each micro-batch, so that a process keeps only its part of
-    them; false: once in a window, until when each has them whole."""
+    """fsdp with full training: reduce-scatter gradients after each micro-batch, so that each rank keeps only its shard.
+    false: once per window; until then each rank keeps full gradients."""
     timeout_s: Annotated[float, Field(ge=1)] = 600
-    """How long processes wait for one that is gone, stopped or hanging, until the job ends and says which it was."""
+    """How long ranks wait for one that has exited, stopped or hangs. Then the job ends and reports which one it was."""

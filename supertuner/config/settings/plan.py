@@ -1,4 +1,4 @@
-"""Settings of what moves between GPU and host memory while training: the plan that a run follows, and wishes for it."""
+"""Settings of the forecast, and of the plan that moves data between GPU and host memory during training."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from supertuner.config.settings.block import SettingsBlock, SettingsIssue
 
 class ForecastSettings(SettingsBlock):
     before_training: Literal["auto", "always", "never"] = "auto"
-    """Work out whether the run fits into memory before anything is loaded, and say so in one line; "auto": on a GPU,
-    and on a CPU where the model is not small beside its memory."""
+    """Forecast whether the run fits into memory before anything is loaded, and print the result. "auto": on a GPU, and
+    on a CPU if the model is not small compared with the memory."""
     refuse: bool = True
-    """End a run that cannot fit before it begins; otherwise it is only warned about."""
+    """Refuse to start a run that does not fit. false: only warn."""
 
 
 class PlanSettings(SettingsBlock):
     act: Literal["auto", "never"] = "auto"
-    """Follow a plan: keep in GPU memory what fits there, and move the rest to host memory and back while the GPU
-    computes; "auto": where the forecast made one, or a setting below asks for it."""
+    """Follow a plan: keep in GPU memory what fits, and move the rest to host memory and back while the GPU computes.
+    "auto": if the forecast made a plan, or a setting of this block is not "auto"."""
     weights: Literal["auto", "gpu", "streamed"] = "auto"
-    """Where the weights of blocks live: in GPU memory, or in host memory and copied to the GPU ahead of each use."""
+    """Where the weights of transformer blocks are: in GPU memory, or in host memory and copied to the GPU before each
+    use."""
     activations: Literal["auto", "keep", "send", "recompute"] = "auto"
-    """What becomes of blocks' activations until the backward pass: kept in GPU memory, sent to host memory and fetched
-    again, or recomputed; "auto": as planned, or as `train.gradient_checkpointing` says where nothing is planned."""
+    """What happens to the activations of blocks until the backward pass: they are kept in GPU memory, sent to host
+    memory and fetched back, or recomputed. "auto": as planned; without a plan, by `train.gradient_checkpointing`."""
     optimizer: Literal["auto", "gpu", "streamed", "host"] = "auto"
-    """Where the optimizer's state lives: in GPU memory; in host memory, brought to the GPU piece by piece; or in host
-    memory, where the CPU steps."""
+    """Where the optimizer state is: in GPU memory; in host memory and copied to the GPU piece by piece ("streamed"); or
+    in host memory, where the CPU computes the optimizer step ("host")."""
     idle_experts: Literal["auto", "gpu", "host"] = "auto"
-    """Where an expert waits while another one is trained or sampled from."""
+    """Where the weights of an expert are while another expert is trained or sampled."""
     ahead: Annotated[int | None, Field(ge=0, le=64)] = None
-    """How many blocks before its use a streamed block is fetched; unset: as planned, and more where the GPU waits."""
+    """How many blocks ahead streamed weights are prefetched. Unset: as planned, and more if the GPU waits for them."""
     check_every_windows: Annotated[int, Field(ge=0)] = 20
-    """Windows between two comparisons of what was measured with what was planned; 0: none, and the plan stays."""
+    """Windows between two comparisons of measured with planned times; 0: no comparison, and the plan never changes."""
 
     @property
     def explicit_choices(self) -> dict[str, str]:
-        """What is asked for whatever was planned."""
+        """The settings that override the plan: those that are not "auto"."""
         choices = {
             "weights": self.weights,
             "activations": self.activations,

@@ -1,4 +1,4 @@
-"""The root of the configuration: one block per room that reads it."""
+"""RunConfig, the root of the configuration, with the checks between its blocks, and its JSON Schema."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from supertuner.config.settings.validation import ValidationSettings
 
 
 class RunConfig(SettingsBlock):
-    """Everything a run is told."""
+    """All settings of a run."""
 
     run: RunSettings = RunSettings()
-    """The run as a whole: name, folder, seed."""
+    """Name, folder and seed of the run."""
     model: ModelSettings = ModelSettings()
-    """The model that is trained."""
+    """The model."""
     adapter: AdapterSettings = AdapterSettings()
-    """What is trained of it."""
+    """What is trained: an adapter, or all weights."""
     objective: ObjectiveSettings = ObjectiveSettings()
-    """What the model learns to predict, and from how much noise."""
+    """The training objective: noise levels, loss and loss weights."""
     datasets: tuple[DatasetSettings, ...] = ()
-    """What to train on."""
+    """The training data."""
     arena: ArenaSettings = ArenaSettings()
-    """Memory that all processes of a node share."""
+    """Arenas: memory for staged data that all processes of a node share."""
     loader: LoaderSettings = LoaderSettings()
-    """How batches are made."""
+    """The data loader."""
     cache_config: CacheConfig = CacheConfig()
     """Caches of encoded samples and captions."""
     gh200_optimizations: Gh200Optimizations = Gh200Optimizations()
@@ -43,31 +43,32 @@ class RunConfig(SettingsBlock):
     memory: MemorySettings = MemorySettings()
     """What happens when GPU memory is full."""
     forecast: ForecastSettings = ForecastSettings()
-    """The forecast that a run makes of itself before it begins."""
+    """The forecast of memory before a run starts."""
     plan: PlanSettings = PlanSettings()
     """What moves between GPU and host memory while training."""
     parallel: ParallelSettings = ParallelSettings()
-    """Many processes that train together."""
+    """Distributed training."""
     train: TrainSettings = TrainSettings()
     """The training loop."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """The optimizer and its learning rate."""
     checkpoints: CheckpointSettings = CheckpointSettings()
-    """When the state of the run is saved, and what a run that is started again goes on from."""
+    """When checkpoints are saved, and which one is resumed."""
     validation: ValidationSettings = ValidationSettings()
-    """Samples, and the loss on held-out data."""
+    """Samples and the held-out loss."""
     report: ReportSettings = ReportSettings()
-    """Where figures go while training."""
+    """Where figures are reported during training."""
 
     def contradictions(self) -> Iterator[SettingsIssue]:
         seen = Counter(dataset.id for dataset in self.datasets if dataset.id)
         for index, dataset in enumerate(self.datasets):
             if seen[dataset.id] > 1:
                 yield SettingsIssue(
-                    f"datasets[{index}].id", f'"{dataset.id}" names {seen[dataset.id]} datasets; ids are unique'
+                    f"datasets[{index}].id",
+                    f'"{dataset.id}" is the id of {seen[dataset.id]} datasets; ids must be unique',
                 )
         if self.datasets and all(dataset.held_out for dataset in self.datasets):
-            yield SettingsIssue("datasets[0].held_out", "every dataset is held out: there is nothing to train on")
+            yield SettingsIssue("datasets[0].held_out", "every dataset is held out: there is no training data")
         yield from self._adapter_contradictions()
         yield from self._ramp_contradictions()
 
@@ -75,7 +76,7 @@ class RunConfig(SettingsBlock):
         if self.model.family is None and "validation" in self.model_fields_set:
             yield SettingsIssue("validation", "has no effect without a model: set model.family and model.path")
         if self.train.ema_decay is not None and self.optimizer.name == "schedule_free":
-            message = "averages what schedule_free averages already; the two together follow slowly"
+            message = "schedule_free averages the weights too; two averages together react slowly"
             yield SettingsIssue("train.ema_decay", message)
         yield from self._untrained_expert_warnings()
         caches = self.cache_config
@@ -85,11 +86,11 @@ class RunConfig(SettingsBlock):
                 and dataset.augmentations_cache_mode is not None
             ):
                 yield SettingsIssue(
-                    f"datasets[{index}].augmentations_cache_mode", "has no effect: cache_config has no cache"
+                    f"datasets[{index}].augmentations_cache_mode", "has no effect: cache_config turns all caches off"
                 )
 
     def _untrained_expert_warnings(self) -> Iterator[SettingsIssue]:
-        """Settings of experts that are not there, or not trained."""
+        """Warnings for settings of experts that do not exist or are not trained."""
         has_one_denoiser = self.model.family not in (None, "wan2.2")
         reason = (
             f'a model of family "{self.model.family}" has one denoiser'
@@ -109,18 +110,16 @@ class RunConfig(SettingsBlock):
     def _adapter_contradictions(self) -> Iterator[SettingsIssue]:
         base, kind = self.model.base_weights, self.adapter.type
         if kind in ("full", "diff") and base != "as_computed":
-            trained_weights = "all" if kind == "full" else "its targets"
-            message = (
-                f'"{base}" is for weights that are not trained, and adapter.type "{kind}" trains {trained_weights}'
-            )
+            trained_weights = "all weights" if kind == "full" else "the weights of its targets"
+            message = f'"{base}" needs frozen weights, but adapter.type "{kind}" trains {trained_weights}'
             yield SettingsIssue("model.base_weights", message, ("adapter.type",))
         if self.adapter.dora and base != "as_computed":
-            message = f'"{base}" cannot be used with adapter.dora, which needs the weights themselves'
+            message = f'"{base}" cannot be used with adapter.dora, which needs the original weights'
             yield SettingsIssue("model.base_weights", message, ("adapter.dora",))
         if self.model.family not in (None, "wan2.2"):
             for stage in ("high_noise", "low_noise"):
                 if stage in self.adapter.model_fields_set:
-                    message = f'is not there: a model of family "{self.model.family}" has one denoiser'
+                    message = f'does not exist: a model of family "{self.model.family}" has one denoiser'
                     yield SettingsIssue(f"adapter.{stage}", message, ("model.family",))
 
     def _ramp_contradictions(self) -> Iterator[SettingsIssue]:
@@ -132,8 +131,8 @@ class RunConfig(SettingsBlock):
         if ramp.enable_batch_size_rampup and start and ramp.target_effective_batch_size is None and start > constant:
             yield SettingsIssue(
                 "gh200_optimizations.initial_effective_batch_size",
-                f"{start} is above what the ramp would end at, train.batch_size × train.gradient_accumulation_steps = "
-                f"{constant}; give target_effective_batch_size",
+                f"{start} is above the end of the ramp, train.batch_size × train.gradient_accumulation_steps = "
+                f"{constant}; set target_effective_batch_size",
                 (
                     "train.batch_size",
                     "train.gradient_accumulation_steps",

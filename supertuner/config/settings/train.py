@@ -1,4 +1,4 @@
-"""Settings of the training loop, its checkpoints, and what it reports."""
+"""Settings of the run, the training loop, checkpoints and reports."""
 
 from __future__ import annotations
 
@@ -20,54 +20,58 @@ class RunSettings(SettingsBlock):
     name: Annotated[
         str | None, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$", json_schema_extra=_NAME)
     ] = None
-    """Name of the run, and of its folder below `output_dir`; unset: the file's name and a digest of its settings."""
+    """Name of the run and of its folder below `output_dir`. Unset: name of the configuration file and a digest of the
+    settings."""
     output_dir: Path = Path("runs")
-    """Folder that holds run folders; made when needed."""
+    """Folder that contains the run folders; created if missing."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
-    """Order of samples, augmentation and captions are pure functions of this number, the epoch and the sample."""
+    """Random seed. The order of samples, augmentations and choices of captions are pure functions of it, the epoch and
+    the sample."""
 
 
 class TrainSettings(SettingsBlock):
     batch_size: Annotated[int, Field(ge=1, le=1 << 20)] = 1
-    """Samples in one micro-batch of one process."""
+    """Samples per micro-batch and rank."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
-    """Micro-batches per optimizer step and process."""
+    """Micro-batches per optimizer step and rank."""
     max_steps: Annotated[int | None, Field(ge=1)] = None
-    """Optimizer steps after which training ends; together with `num_epochs`, whichever is reached first."""
+    """Optimizer steps after which training ends. If `num_epochs` is also set, the first to be reached counts."""
     num_epochs: Annotated[int | None, Field(ge=1)] = None
-    """Passes over the data after which training ends; unset, and no `max_steps` either: one."""
+    """Epochs after which training ends. If neither this nor `max_steps` is set: 1."""
     mixed_precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Number format of the forward and backward pass; what is trained is kept in fp32."""
+    """Number format of the forward and backward pass; trained weights are kept in fp32."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of keeping them in memory."""
     max_grad_norm: Annotated[float | None, Field(gt=0)] = None
-    """Gradients with a larger norm are scaled down to it; unset: no clipping."""
+    """Clip gradients to this norm. Unset: no clipping."""
     ema_decay: Annotated[float | None, Field(gt=0, lt=1)] = None
-    """Keep an exponential moving average of what is trained, with this decay; it is what is validated and exported."""
+    """Decay of an exponential moving average of the trained weights, which is then validated and exported. Unset: no
+    average."""
     max_nonfinite: Annotated[int, Field(ge=1)] = 3
-    """Stop after so many windows in a row whose loss or gradient is not finite; such a window changes no weight."""
+    """Stop after this many consecutive windows with a loss or gradient that is not finite. Such a window changes no
+    weight."""
     device: Annotated[str, Field(pattern=_DEVICES, json_schema_extra=_DEVICE)] = "auto"
-    """Where to compute: a GPU if there is one ("auto"), or a device by its name in PyTorch."""
+    """PyTorch device. "auto": a GPU if there is one, else the CPU."""
 
 
 class CheckpointSettings(SettingsBlock):
     every_steps: Annotated[int, Field(ge=0)] = 500
-    """Optimizer steps between checkpoints; 0: only at the end, on request and on a signal."""
+    """Optimizer steps between checkpoints. 0: only at the end, on request and on a signal."""
     keep: Annotated[int, Field(ge=1)] = 3
-    """How many of the last checkpoints are kept."""
+    """Number of most recent checkpoints to keep."""
     in_background: bool = True
-    """Copy what is saved into host memory and write it while training goes on; training waits where the copy has no
-    room."""
+    """Copy the state to host memory and write it while training continues. Training waits if host memory is too small
+    for the copy."""
     resume: Annotated[str, Field(min_length=1, json_schema_extra=name_or_folder("latest", "never"))] = "latest"
-    """What a run that is started again goes on from: "latest", a checkpoint's folder, or "never": it must be new."""
+    """What an existing run resumes from: "latest", the folder of a checkpoint, or "never", which requires a new run."""
 
 
 class ReportSettings(SettingsBlock):
     tensorboard: bool = True
-    """Write TensorBoard files into the run's folder."""
+    """Write TensorBoard files into the run folder."""
     wandb: Annotated[str | None, Field(min_length=1)] = None
-    """Report to this project of Weights & Biases; needs the package wandb."""
+    """Report to this project of Weights & Biases; needs the package wandb. Unset: no report."""
     every_steps: Annotated[int, Field(ge=1)] = 1
-    """Optimizer steps between two points of TensorBoard and wandb; the run's own log has every step."""
+    """Optimizer steps between two points in TensorBoard and wandb; losses.jsonl has every step."""
     memory_every_steps: Annotated[int, Field(ge=0)] = 10
-    """Optimizer steps between two samples of the machine's memory; 0: none."""
+    """Optimizer steps between two measurements of the machine's memory. 0: none."""

@@ -1,4 +1,4 @@
-"""Settings of samples and of the held-out loss."""
+"""Settings of validation: samples and the held-out loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from supertuner.config.settings.data import PixelSide
 
 
 def _one_or_several(value: Any) -> Any:
-    """`"a cat"` means `["a cat"]`. A list becomes a tuple here because the strict reader of tuples wants one."""
+    """Accept a single value for a list: `"a cat"` → `("a cat",)`. A list becomes a tuple, which strict pydantic
+    needs."""
     if isinstance(value, list):
         return tuple(value)
     return (value,) if isinstance(value, str | int | float) and not isinstance(value, bool) else value
@@ -39,39 +40,40 @@ NoiseLevels = Annotated[
 
 class ValidationSettings(SettingsBlock):
     prompts: PromptTexts = ()
-    """A sample is made of each prompt with each seed; none: captions of the held-out data, or of the data."""
+    """A sample is generated for each prompt and each seed. Empty: captions of the held-out data, else of the training
+    data."""
     negative_prompt: str = ""
-    """What guidance leads away from."""
+    """Prompt that classifier-free guidance steers away from."""
     seeds: RandomSeeds = (0,)
-    """Seeds of the samples: the same at every validation, so that pictures can be compared."""
+    """Random seeds of the samples; the same at every validation, so that images can be compared."""
     every_steps: Annotated[int | None, Field(ge=1)] = None
-    """Optimizer steps between validations; unset: only where `at_start` and `at_end` say."""
+    """Optimizer steps between validations. Unset: only by `at_start` and `at_end`."""
     at_start: bool = False
-    """Validate before the first step, to compare with."""
+    """Validate before the first step, for comparison."""
     at_end: bool = True
     """Validate after the last step."""
     width: PixelSide | None = None
-    """Width of samples; unset: that of the largest bucket."""
+    """Width of samples in pixels. Unset: that of the largest bucket."""
     height: PixelSide | None = None
-    """Height of samples; unset: that of the largest bucket."""
+    """Height of samples in pixels. Unset: that of the largest bucket."""
     frames: Annotated[int | None, Field(ge=1)] = None
-    """Frames of a sample; unset: those of the largest bucket. 1 makes pictures."""
+    """Frames per sample; 1 generates images. Unset: those of the largest bucket."""
     fps: Annotated[float, Field(gt=0, le=1000)] = 16.0
-    """Frames per second of videos."""
+    """Frames per second of sample videos."""
     inference_steps: Annotated[int, Field(ge=1, le=1000)] = 30
-    """Steps of the sampler."""
+    """Denoising steps per sample."""
     guidance_scale: Annotated[float, Field(ge=0)] = 5.0
-    """Classifier-free guidance; 1 or less turns it off."""
+    """Scale of classifier-free guidance; 1 or less turns it off."""
     held_out_samples: Annotated[int, Field(ge=1)] = 64
-    """Most samples of held-out datasets whose loss is measured."""
+    """Largest number of held-out samples whose loss is measured."""
     held_out_levels: NoiseLevels = (0.1, 0.3, 0.5, 0.7, 0.9)
-    """Noise levels at which it is measured; of an expert, those in its range."""
+    """Noise levels at which the held-out loss is measured; an expert is measured at those in its range."""
 
     def contradictions(self) -> Iterator[SettingsIssue]:
         if (self.width is None) != (self.height is None):
             missing = "width" if self.width is None else "height"
-            yield SettingsIssue(missing, "is missing: give width and height, or neither", ("width", "height"))
+            yield SettingsIssue(missing, "is missing: set width and height, or neither", ("width", "height"))
         for name in ("seeds", "held_out_levels"):
             values = getattr(self, name)
             if len(set(values)) != len(values):
-                yield SettingsIssue(name, f"{list(values)} names one value twice")
+                yield SettingsIssue(name, f"{list(values)} contains a value twice")

@@ -1,4 +1,4 @@
-"""What a value is, in words, and how text from the environment or --set becomes one."""
+"""Formats values and the types that settings accept, and converts text from --set and the environment to values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _FALSE = frozenset(("0", "false", "no", "off"))
 
 
 def format_value(value: JSON) -> str:
-    """The value as JSON, short enough for a line."""
+    """The value as JSON, shortened to at most 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "…"
 
 
 def parse_text(text: str) -> JSON:
-    """JSON if the text is JSON, else the text itself."""
+    """The value if `text` is JSON, else `text` itself. Numbers that are infinite or exceed 64 bits stay text."""
     try:
         value: JSON = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -32,9 +32,9 @@ def parse_text(text: str) -> JSON:
 
 
 def coerce_text(value: JSON, text: str, setting: SettingSchema) -> JSON:
-    """`value`, which was written as the text `text`, as the kind of value that `key` takes, if it can be one.
+    """Convert `value`, parsed from `text`, to a type that the setting accepts; unchanged if that is not possible.
 
-    A name may look like a number, and shells and command lines write booleans in their own way.
+    A setting of text gets `text` itself, even if it looks like a number; booleans may be written as `yes` or `off`.
     """
     if (
         "boolean" in setting.json_types
@@ -56,7 +56,7 @@ def coerce_text(value: JSON, text: str, setting: SettingSchema) -> JSON:
 
 
 def _coerce_number(text: str, setting: SettingSchema) -> JSON:
-    """`.5` and `+3` are numbers to people, though not to JSON."""
+    """The number in `text`, including forms that JSON does not have, such as `.5` and `+3`; else `text`."""
     if not setting.json_types & {"integer", "number"}:
         return text
     try:
@@ -74,7 +74,7 @@ def _refuse_constant(text: str) -> Any:
 
 
 def allowed_text(schema: Mapping[str, Any]) -> str:
-    """What a setting takes, in words: `a whole number of at least 1`."""
+    """The values that a setting accepts, for messages: `a whole number of at least 1`."""
     if "allowed" in schema:
         return str(schema["allowed"])
     nodes = schema_alternatives(schema)
@@ -84,7 +84,7 @@ def allowed_text(schema: Mapping[str, Any]) -> str:
 
 
 def allowed_choices(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts that a setting takes, if it takes only some."""
+    """The texts that a setting accepts, if it accepts only certain texts."""
     texts: list[str] = []
     for node in schema_alternatives(schema):
         texts += [str(value) for value in node.get("enum", [node["const"]] if "const" in node else [])]

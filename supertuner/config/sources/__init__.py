@@ -1,1 +1,1 @@
-"""To be written."""
+"""Where settings come from (files, --set, environment, launchers), and how they become a RunConfig with provenance."""

@@ -1,8 +1,8 @@
-"""What `accelerate launch` says in variables: each becomes a setting, is what is done here anyway, or is refused.
+"""The variables that `accelerate launch` sets: each becomes a setting, matches what we do by default, or is refused.
 
-The launcher puts its whole file into the environment, with a value for what nobody wrote there. Such a value is no
-wish, and gives no setting. A variable that would be obeyed elsewhere and is not here ends the start: nothing is
-ignored in silence. (Learnt from accelerate 1.15.)
+The launcher exports its whole configuration file, with default values for keys that the file does not have. Default
+values set nothing. A value that accelerate would obey and SuperTuner cannot is an error: no variable is ignored
+silently. The tables describe accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ ANY_VALUE = frozenset(("*",))
 
 @dataclass(frozen=True, slots=True)
 class LauncherVariableRule:
-    """What becomes of a variable. Its values are compared in small letters."""
+    """How a variable is treated. Its values are compared in lower case."""
 
     accepted_values: frozenset[str] = frozenset()
-    """Values that ask for what is done anyway, or that the launcher writes where nobody said anything; `ANY`: all."""
+    """Values that need no setting: they ask for the default behaviour, or the launcher exports them by default.
+    `ANY_VALUE` accepts all."""
     setting: str = ""
+    """The setting that other values set."""
     setting_values: Mapping[str, str] = field(default_factory=dict)
-    """Value → what the setting gets; "*": whatever it is, as it is written."""
+    """Value of the variable → value of the setting. The key "*" matches any value; the value "*" copies it."""
     refusal: str = ""
-    """For every other value: why it is refused, and what to do."""
+    """Why every other value is refused, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherSetting:
-    """A setting that a variable gives."""
+    """A value for a setting, from a variable."""
 
     variable: str
     setting: str
@@ -42,14 +44,12 @@ class LauncherSetting:
 
 
 def _must_be_off(refusal: str) -> LauncherVariableRule:
-    """Something that is not here: only "no" is accepted."""
+    """A feature that SuperTuner does not have: only values that turn it off are accepted."""
     return LauncherVariableRule(FALSE_WORDS, refusal=refusal)
 
 
 ACCELERATE_RULES: Mapping[str, LauncherVariableRule] = {
-    "ACCELERATE_MIXED_PRECISION": LauncherVariableRule(
-        ANY_VALUE
-    ),  # a setting, as it always was: see `environment.VARIABLES`
+    "ACCELERATE_MIXED_PRECISION": LauncherVariableRule(ANY_VALUE),  # see `environment.SETTING_BY_VARIABLE`
     USE_FSDP: LauncherVariableRule(FALSE_WORDS, "parallel.strategy", dict.fromkeys(TRUE_WORDS, "fsdp")),
     "ACCELERATE_USE_CPU": LauncherVariableRule(FALSE_WORDS, "train.device", dict.fromkeys(TRUE_WORDS, "cpu")),
     "ACCELERATE_TORCH_DEVICE": LauncherVariableRule(setting="train.device", setting_values={"*": "*"}),
@@ -61,31 +61,28 @@ ACCELERATE_RULES: Mapping[str, LauncherVariableRule] = {
         FALSE_WORDS,
         "model.compile",
         {"inductor": "true"},
-        "the compiler here is inductor; set dynamo_backend: INDUCTOR, or NO",
+        "SuperTuner compiles with inductor only; set dynamo_backend: INDUCTOR, or NO",
     ),
     "ACCELERATE_DYNAMO_MODE": LauncherVariableRule(frozenset(("default",)), refusal="set dynamo_mode: default"),
-    "ACCELERATE_DYNAMO_USE_FULLGRAPH": _must_be_off(
-        "a block may have breaks in its graph; set dynamo_use_fullgraph: false"
-    ),
-    "ACCELERATE_DYNAMO_USE_DYNAMIC": _must_be_off(
-        "torch decides by itself what is dynamic; set dynamo_use_dynamic: false"
-    ),
-    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": LauncherVariableRule(
-        ANY_VALUE
-    ),  # model.compile compiles block by block, and only so
-    "ACCELERATE_USE_DEEPSPEED": _must_be_off("DeepSpeed is not used here; set distributed_type: FSDP"),
-    "ACCELERATE_USE_MEGATRON_LM": _must_be_off("Megatron-LM is not used here; set distributed_type: FSDP"),
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": _must_be_off("blocks may have graph breaks; set dynamo_use_fullgraph: false"),
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": _must_be_off("torch chooses dynamic shapes; set dynamo_use_dynamic: false"),
+    # model.compile always compiles block by block.
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": LauncherVariableRule(ANY_VALUE),
+    "ACCELERATE_USE_DEEPSPEED": _must_be_off("SuperTuner does not use DeepSpeed; set distributed_type: FSDP"),
+    "ACCELERATE_USE_MEGATRON_LM": _must_be_off("SuperTuner does not use Megatron-LM; set distributed_type: FSDP"),
     "ACCELERATE_USE_PARALLELISM_CONFIG": _must_be_off(
-        "meshes of several dimensions are not available; leave out parallelism_config"
+        "SuperTuner has no multi-dimensional device meshes; remove parallelism_config"
     ),
-    "ACCELERATE_USE_SAGEMAKER": _must_be_off("SageMaker is not available; start with torchrun on each node"),
-    "ACCELERATE_IN_TPU_POD": _must_be_off("TPUs are not available"),
-    "ACCELERATE_DOWNCAST_BF16": _must_be_off("it is for TPUs, which are not available; set downcast_bf16: no"),
+    "ACCELERATE_USE_SAGEMAKER": _must_be_off("SuperTuner does not support SageMaker; start with torchrun on each node"),
+    "ACCELERATE_IN_TPU_POD": _must_be_off("SuperTuner does not support TPUs; unset it"),
+    "ACCELERATE_DOWNCAST_BF16": _must_be_off(
+        "it is for TPUs, which SuperTuner does not support; set downcast_bf16: no"
+    ),
     "ACCELERATE_DEBUG_MODE": _must_be_off(
-        "it checks accelerate's own collectives, which are not used; set debug: false"
+        "it checks accelerate's collectives, which SuperTuner does not use; set debug: false"
     ),
     "ACCELERATE_CPU_AFFINITY": _must_be_off(
-        "processes are not bound to CPUs here; set enable_cpu_affinity: false, and start with numactl if they must be"
+        "SuperTuner does not bind processes to CPUs; set enable_cpu_affinity: false, and use numactl if you need it"
     ),
     "ACCELERATE_LOG_LEVEL": LauncherVariableRule(ANY_VALUE),
     "ACCELERATE_ENABLE_RICH": LauncherVariableRule(ANY_VALUE),
@@ -93,62 +90,64 @@ ACCELERATE_RULES: Mapping[str, LauncherVariableRule] = {
     "ACCELERATE_BYPASS_DEVICE_MAP": LauncherVariableRule(ANY_VALUE),
     "ACCELERATE_INIT_INCLUDE_BUFFERS": LauncherVariableRule(ANY_VALUE),
 }
-"""Those from the log level on are for accelerate's library, which reads them where diffusers uses it."""
+"""The variables from ACCELERATE_LOG_LEVEL on are for the accelerate library, which diffusers may use."""
 
 DYNAMO_PREFIX = "ACCELERATE_DYNAMO_"
-"""Such variables count where there is a compiler at all."""
+"""Variables with this prefix count only if ACCELERATE_DYNAMO_BACKEND selects a compiler."""
 
 FSDP_RULES: Mapping[str, LauncherVariableRule] = {
-    "FSDP_VERSION": LauncherVariableRule(frozenset(("2",)), refusal="only FSDP2 is used here; set fsdp_version: 2"),
+    "FSDP_VERSION": LauncherVariableRule(frozenset(("2",)), refusal="SuperTuner uses FSDP2 only; set fsdp_version: 2"),
     "FSDP_RESHARD_AFTER_FORWARD": LauncherVariableRule(
         setting="parallel.reshard_after_forward",
         setting_values={**TRUE_WORDS, **dict.fromkeys(FALSE_WORDS, "false")},
-        refusal="it is true or false with fsdp_version: 2",
+        refusal="with fsdp_version: 2 it must be true or false",
     ),
-    "FSDP_OFFLOAD_PARAMS": LauncherVariableRule(FALSE_WORDS, "parallel.cpu_offload", TRUE_WORDS, "it is true or false"),
+    "FSDP_OFFLOAD_PARAMS": LauncherVariableRule(
+        FALSE_WORDS, "parallel.cpu_offload", TRUE_WORDS, "it must be true or false"
+    ),
     "FSDP_ACTIVATION_CHECKPOINTING": LauncherVariableRule(
-        FALSE_WORDS, "train.gradient_checkpointing", TRUE_WORDS, "it is true or false"
+        FALSE_WORDS, "train.gradient_checkpointing", TRUE_WORDS, "it must be true or false"
     ),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": _must_be_off(
-        "activations are sent to host memory by a plan, not by the launcher; set it to false, see plan.activations"
+        "plan.activations sends activations to host memory, not the launcher; set it to false"
     ),
     "FSDP_SHARDING_STRATEGY": LauncherVariableRule(
         frozenset(("full_shard", "1")),
-        refusal="it belongs to fsdp_version 1; leave it out, and say fsdp_reshard_after_forward: true or false",
+        refusal="it belongs to fsdp_version 1; remove it, and set fsdp_reshard_after_forward: true or false",
     ),
     "FSDP_AUTO_WRAP_POLICY": LauncherVariableRule(
         frozenset(("transformer_based_wrap",)),
-        refusal="blocks of the model are sharded one by one; set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+        refusal="SuperTuner shards each transformer block; set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
     ),
     "FSDP_TRANSFORMER_CLS_TO_WRAP": LauncherVariableRule(
-        refusal="the model says what its blocks are; leave out fsdp_transformer_layer_cls_to_wrap"
+        refusal="the model family defines its blocks; remove fsdp_transformer_layer_cls_to_wrap"
     ),
-    "FSDP_MIN_NUM_PARAMS": LauncherVariableRule(ANY_VALUE),  # for SIZE_BASED_WRAP, which is refused; always there
+    "FSDP_MIN_NUM_PARAMS": LauncherVariableRule(
+        ANY_VALUE
+    ),  # only for SIZE_BASED_WRAP, which is refused; always exported
     "FSDP_BACKWARD_PREFETCH": LauncherVariableRule(
         frozenset(("backward_pre",)),
-        refusal="FSDP2 fetches the next block before a backward pass; set BACKWARD_PRE or leave it out",
+        refusal="FSDP2 prefetches the next block before its backward pass; set BACKWARD_PRE, or remove it",
     ),
-    "FSDP_FORWARD_PREFETCH": _must_be_off("FSDP2 fetches ahead by itself; set fsdp_forward_prefetch: false"),
+    "FSDP_FORWARD_PREFETCH": _must_be_off("FSDP2 prefetches by default; set fsdp_forward_prefetch: false"),
     "FSDP_STATE_DICT_TYPE": LauncherVariableRule(
         frozenset(("sharded_state_dict",)),
-        refusal="checkpoints are in parts, and exports are whole; set fsdp_state_dict_type: SHARDED_STATE_DICT",
+        refusal="checkpoints are sharded, exports are not; set fsdp_state_dict_type: SHARDED_STATE_DICT",
     ),
     "FSDP_USE_ORIG_PARAMS": LauncherVariableRule(
-        frozenset(TRUE_WORDS), refusal="FSDP2 keeps parameters as they are; leave it out"
+        frozenset(TRUE_WORDS), refusal="FSDP2 always keeps the original parameters; remove it"
     ),
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": LauncherVariableRule(
-        ANY_VALUE
-    ),  # how weights come to be equal everywhere, not which: all processes
-    "FSDP_SYNC_MODULE_STATES": LauncherVariableRule(
-        ANY_VALUE
-    ),  # of a node map the same files, and what is drawn is drawn by the seed
-    "FSDP_IGNORED_MODULES": LauncherVariableRule(refusal="no module can be left out; leave out fsdp_ignored_modules"),
+    # These two choose how all ranks get equal weights. Here every process of a node maps the same files, and random
+    # initial values are drawn from run.seed.
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": LauncherVariableRule(ANY_VALUE),
+    "FSDP_SYNC_MODULE_STATES": LauncherVariableRule(ANY_VALUE),
+    "FSDP_IGNORED_MODULES": LauncherVariableRule(refusal="every module is sharded; remove fsdp_ignored_modules"),
 }
-"""They count with `ACCELERATE_USE_FSDP`, as for accelerate itself."""
+"""These variables count only with ACCELERATE_USE_FSDP, as in accelerate."""
 
 
 def launcher_settings(environ: Mapping[str, str]) -> Iterator[LauncherSetting | ConfigProblem]:
-    """What the launcher's variables give, and those that are refused."""
+    """The settings from the launcher's variables, and a problem for each variable that is refused."""
     compiles = environ.get(DYNAMO_BACKEND, "").lower() not in ("", *FALSE_WORDS)
     for variable in sorted(environ):
         value = environ[variable]
@@ -161,7 +160,7 @@ def launcher_settings(environ: Mapping[str, str]) -> Iterator[LauncherSetting | 
 
 
 def uses_fsdp(environ: Mapping[str, str]) -> bool:
-    """Whether accelerate's launcher says so."""
+    """Whether accelerate's launcher selects FSDP."""
     return environ.get(USE_FSDP, "").lower() in TRUE_WORDS
 
 
@@ -171,7 +170,7 @@ def _apply_rule(
     source_name = f"environment: {variable}"
     if rule is None:
         yield ConfigProblem(
-            source_name, f"{value!r} is not obeyed here; leave it out of accelerate's configuration, or unset it"
+            source_name, f"SuperTuner cannot obey {value!r}; remove it from accelerate's configuration, or unset it"
         )
         return
     word = value.strip().lower()
@@ -179,6 +178,8 @@ def _apply_rule(
         return
     setting_value = rule.setting_values.get(word) or rule.setting_values.get("*")
     if setting_value is None:
-        yield ConfigProblem(source_name, f"{value!r} is not obeyed here: {rule.refusal or 'it is true or false'}")
+        yield ConfigProblem(
+            source_name, f"SuperTuner cannot obey {value!r}: {rule.refusal or 'it must be true or false'}"
+        )
     else:
         yield LauncherSetting(variable, rule.setting, value.strip() if setting_value == "*" else setting_value)

@@ -1,8 +1,7 @@
-"""The seeds' keys in torch's allocator variables: found among torch's own, given as settings, and taken out for torch.
+"""The GH200 forks' keys in torch's allocator variables: they become settings, and are removed from the text for torch.
 
-A text is `key:value,key:value`, where a value may hold commas inside brackets. Stock torch refuses the seeds' keys when
-CUDA starts; everything else in the text is torch's affair and stays exactly as it was written. Nothing here reads or
-changes the environment.
+A text is `key:value,key:value`, where a value may hold commas inside brackets. Stock torch refuses the forks' keys when
+CUDA is initialized; torch's own keys stay exactly as written. Pure: the environment is neither read nor changed here.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from typing import Final
 from supertuner.config.sources.problems import closest_match
 
 ALLOC_CONF_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""The older name and the newer one; where both give a key, the newer one wins."""
+"""The older and the newer name; if both hold a key, the newer one wins."""
 
 SETTING_BY_KEY: Final[Mapping[str, str]] = {
     "use_uvm": "memory.overflow.enabled",
     "uvm_oversubscription_ratio": "memory.overflow.oversubscription_ratio",
     "uvm_access_pattern": "memory.overflow.access_pattern",
 }
-"""The seeds' keys, and the setting that each one gives."""
+"""The forks' keys, and their settings."""
 
 MEMORY_FRACTION_KEY: Final = "per_process_memory_fraction"
 
 
 @dataclass(frozen=True, slots=True)
 class AllocConfEntry:
-    """One `key:value`; without a colon the value is None."""
+    """One `key:value`; the value is None if there is no colon."""
 
     key: str
     value: str | None
@@ -36,12 +35,12 @@ class AllocConfEntry:
 
     @property
     def is_uvm_key(self) -> bool:
-        """Meant for unified memory, known or not: torch has no such key."""
+        """Whether it is a key of the forks, known or not; torch has no keys with these prefixes."""
         return self.key.startswith(("uvm_", "use_uvm"))
 
 
 def parse_entries(text: str) -> list[AllocConfEntry]:
-    """The parts of a text, in order; a comma inside brackets does not part."""
+    """The entries of a text, in order. A comma inside brackets does not separate entries."""
     parsed, part, depth = [], "", 0
     for letter in f"{text},":
         depth += (letter == "[") - (letter == "]")
@@ -52,29 +51,29 @@ def parse_entries(text: str) -> list[AllocConfEntry]:
             part = ""
         else:
             part += letter
-    if part.strip(", "):  # a bracket that was never closed
+    if part.strip(", "):  # an unclosed bracket
         key, colon, value = part.removesuffix(",").partition(":")
         parsed.append(AllocConfEntry(key.strip(), value.strip() if colon else None, part.removesuffix(",")))
     return parsed
 
 
 def strip_uvm_keys(text: str) -> str:
-    """The text as stock torch may see it; unchanged where there is nothing of ours in it."""
+    """The text without the forks' keys, for stock torch; unchanged if it has none."""
     parts = parse_entries(text)
     return (
         text
         if not any(entry.is_uvm_key for entry in parts)
-        else ",".join(one.source_text for one in parts if not one.is_uvm_key)
+        else ",".join(entry.source_text for entry in parts if not entry.is_uvm_key)
     )
 
 
 def memory_fraction(text: str) -> str | None:
-    """The share of GPU memory that torch is told to keep to, as it is written."""
+    """The value of torch's per_process_memory_fraction, as text; None if it is not set."""
     return next((entry.value for entry in reversed(parse_entries(text)) if entry.key == MEMORY_FRACTION_KEY), None)
 
 
 def alloc_conf_problems(text: str) -> Sequence[str]:
-    """What is wrong with our part of the text, each with its key."""
+    """The problems of the forks' keys in the text, each starting with the key."""
     problems = []
     for entry in parse_entries(text):
         if entry.is_uvm_key and entry.key not in SETTING_BY_KEY:
@@ -82,13 +81,14 @@ def alloc_conf_problems(text: str) -> Sequence[str]:
             known = f"did you mean {suggestion}?" if suggestion else f"known here: {', '.join(SETTING_BY_KEY)}"
             problems.append(f"{entry.key}: not a setting; {known}")
         elif entry.is_uvm_key and not entry.value:
-            problems.append(f"{entry.key}: has no value; written {entry.key}:value")
+            problems.append(f"{entry.key}: has no value; write {entry.key}:value")
     fraction = memory_fraction(text)
     uvm_enabled = any(
-        one.key == "use_uvm" and (one.value or "").lower() in ("true", "1") for one in parse_entries(text)
+        entry.key == "use_uvm" and (entry.value or "").lower() in ("true", "1") for entry in parse_entries(text)
     )
     if uvm_enabled and fraction is not None:
         problems.append(
-            f"{MEMORY_FRACTION_KEY}: {fraction} together with use_uvm: it counts spilled memory as well; keep one of them"
+            f"{MEMORY_FRACTION_KEY}: {fraction} cannot be used with use_uvm, because it also counts spilled memory; "
+            "keep one of the two"
         )
     return problems

@@ -1,5 +1,5 @@
-"""The only place that touches the environment: variables of the seeds and of launchers, and SUPERTUNER_A__B for the
-setting a.b."""
+"""The only module that reads or changes environment variables: those of the GH200 forks and of launchers, and
+SUPERTUNER_A__B for the setting a.b."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from supertuner.config.sources.translate import SourceTranslator
-from supertuner.config.sources.problems import closest_match
-from supertuner.config.sources import accelerate, alloc_conf
 from supertuner.config.settings import key_paths
+from supertuner.config.sources import accelerate, alloc_conf
 from supertuner.config.sources.parse import ConfigSyntaxError, check_plain_values
+from supertuner.config.sources.problems import closest_match
 from supertuner.config.sources.provenance import ConfigLayer, ConfigSource
+from supertuner.config.sources.translate import SourceTranslator
 from supertuner.core.errors import ConfigProblem
 
 VARIABLE_PREFIX = "SUPERTUNER_"
@@ -24,11 +24,11 @@ SETTING_BY_VARIABLE: Mapping[str, str] = {
     "GH200_UVM_ACCESS_PATTERN": "memory.overflow.access_pattern",
     "ACCELERATE_MIXED_PRECISION": "train.mixed_precision",
 }
-"""Variables with names of their own, and the setting each one gives."""
+"""Variables that do not follow SUPERTUNER_A__B, and their settings."""
 
 
 def current_environment() -> Mapping[str, str]:
-    """The environment of this process, as it is now."""
+    """A copy of the environment of this process."""
     return dict(os.environ)
 
 
@@ -38,13 +38,13 @@ def variable_name(setting: str) -> str:
 
 
 def settings_with_variables() -> tuple[str, ...]:
-    """Settings that a variable can give: all but those inside a list."""
+    """The settings that a SUPERTUNER_ variable can set: all except those inside lists."""
     return tuple(name for name in key_paths.settings() if "[]" not in name)
 
 
 def environment_layers(environ: Mapping[str, str], folder: Path) -> Iterator[ConfigLayer]:
-    """One layer per variable that is set and not empty; ours stand above the seeds', those above a launcher's, and
-    those above torch's."""
+    """One layer per variable that is set and not empty, in rising precedence: torch's allocator variables, those of
+    launchers, those of the GH200 forks, SUPERTUNER_ variables."""
     by_variable = {variable_name(name): name for name in settings_with_variables()}
     for variable in alloc_conf.ALLOC_CONF_VARIABLES:
         yield from _alloc_conf_layers(variable, environ.get(variable, ""), folder)
@@ -70,13 +70,13 @@ def environment_layers(environ: Mapping[str, str], folder: Path) -> Iterator[Con
 
 
 def strip_uvm_keys_for_torch() -> tuple[str, ...]:
-    """Take the seeds' keys out of torch's variables, before torch starts CUDA and refuses them; the variables changed.
+    """Remove the GH200 forks' keys from torch's allocator variables and return the names of the changed variables.
 
-    What they say goes into variables of ours, unless it is said there already: a configuration that is loaded later, or
-    by a child, gets the same settings.
+    Call it before torch initializes CUDA, which refuses these keys. Their values move to SUPERTUNER_ variables, unless
+    those are set, so that a configuration loaded later, or by a child process, gets the same settings.
     """
     changed = []
-    for variable in reversed(alloc_conf.ALLOC_CONF_VARIABLES):  # the newer one's word counts
+    for variable in reversed(alloc_conf.ALLOC_CONF_VARIABLES):  # the newer variable wins
         text = os.environ.get(variable, "")
         rest = alloc_conf.strip_uvm_keys(text)
         if rest == text:
@@ -98,7 +98,7 @@ def strip_uvm_keys_for_torch() -> tuple[str, ...]:
 
 
 def _variables_giving(setting: str) -> tuple[str, ...]:
-    """The variables that give a setting and stand above torch's."""
+    """The variables that set `setting` and take precedence over torch's."""
     return (variable_name(setting), *(name for name, other in SETTING_BY_VARIABLE.items() if other == setting))
 
 
@@ -123,14 +123,12 @@ def _variable_layer(variable: str, setting: str, text: str, folder: Path) -> Con
     layer = SourceTranslator(source).translate_value(key_path, text)
     layer.values = {
         path: replace(provenance, dialect="") for path, provenance in layer.values.items()
-    }  # a variable is nobody's dialect
+    }  # variables belong to no dialect
     return layer
 
 
 def _unknown_variable_message(variable: str, known_variables: tuple[str, ...]) -> str:
     suggestion = closest_match(variable.lower(), [name.lower() for name in known_variables])
     if suggestion is None:
-        return (
-            f"not a setting; {VARIABLE_PREFIX}A__B gives the setting a.b, such as {variable_name('train.batch_size')}"
-        )
+        return f"not a setting; {VARIABLE_PREFIX}A__B sets a.b, for example {variable_name('train.batch_size')}"
     return f"not a setting; did you mean {suggestion.upper()}?"

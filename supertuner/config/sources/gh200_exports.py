@@ -1,8 +1,8 @@
-"""The variables that a GH200 job exports, their values, and who reads them: one table, and nothing of it is set here.
+"""The environment variables of a GH200 job: names, default values and readers. This module sets none of them.
 
-`supertuner env` prints it and `scripts/setup_gh200_env.sh` holds the same values, which a test compares. Nothing in it
-would be refused by a stock torch: the seeds' `PYTORCH_CUDA_ALLOC_CONF=use_uvm:…` is an error to a CUDA build of it, so
-the ratio and the access pattern travel in variables of their own.
+`supertuner env` prints the table, and `scripts/setup_gh200_env.sh` holds the same values (a test compares them). Stock
+torch accepts them all: the GH200 forks' `PYTORCH_CUDA_ALLOC_CONF=use_uvm:…` is an error in a CUDA build of stock torch,
+so the ratio and the access pattern have their own variables.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from supertuner.config.sources.environment import SETTING_BY_VARIABLE
+from supertuner.core.types import JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +22,13 @@ class ExportedVariable:
 
     name: str
     value: str
-    """What it is where nobody has set it; a plain word, safe in any shell."""
+    """Its value if it is not set; a plain word, safe in any shell."""
     readers: str
-    """Who reads it, beside the setting it gives."""
+    """The code that reads it, beside the setting that it sets."""
 
     @property
     def setting(self) -> str:
-        """The setting that it gives, unless a configuration says otherwise."""
+        """The setting that it sets, unless a configuration file sets it."""
         return SETTING_BY_VARIABLE[self.name]
 
 
@@ -37,23 +38,33 @@ GH200_EXPORTS: Final = (
         "GH200_UVM_OVERSUBSCRIPTION_RATIO", "5.0", "the overflow allocator's hard limit (memory/overflow/plugin.py)"
     ),
     ExportedVariable(
-        "GH200_UVM_ACCESS_PATTERN", "gpu_first", "where the overflow allocator's managed memory prefers to be"
+        "GH200_UVM_ACCESS_PATTERN", "gpu_first", "preferred location of the overflow allocator's managed memory"
     ),
-    ExportedVariable(
-        "ACCELERATE_MIXED_PRECISION", "bf16", "the trainer; and Accelerate itself, in programs that use it"
-    ),
+    ExportedVariable("ACCELERATE_MIXED_PRECISION", "bf16", "the trainer; also Accelerate, in programs that use it"),
 )
 
 
-def effective_values(environ: Mapping[str, str]) -> dict[str, str]:
-    """The value of each variable after sourcing: what was set before wins, an empty value included."""
-    return {export.name: environ.get(export.name, export.value) for export in GH200_EXPORTS}
+def export_table(environ: Mapping[str, str]) -> dict[str, dict[str, JSON]]:
+    """Each variable: its value after sourcing, its default, whether it is set, its setting and its readers.
+
+    A variable that is set keeps its value, even an empty one.
+    """
+    return {
+        export.name: {
+            "value": environ.get(export.name, export.value),
+            "default": export.value,
+            "set": export.name in environ,
+            "setting": export.setting,
+            "readers": export.readers,
+        }
+        for export in GH200_EXPORTS
+    }
 
 
 def export_lines(environ: Mapping[str, str]) -> list[str]:
     """The exports as lines for `eval` in a POSIX shell.
 
-    A variable that this process does not see may still be set in the shell and not exported: the shell looks itself.
+    A variable that this process does not see may still be set, but not exported, in the shell, so the shell decides.
     """
     return [_export_line(export, environ.get(export.name)) for export in GH200_EXPORTS]
 

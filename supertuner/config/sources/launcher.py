@@ -1,4 +1,4 @@
-"""Who started this process, and which of how many it is: what torchrun and `accelerate launch` put into variables."""
+"""Rank and world size of this process, from the variables of torchrun and `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from supertuner.core.errors import ConfigError, ConfigProblem
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnvironment:
-    """Where this process stands among those of its job."""
+    """The ranks of this process in its job."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     error_file: Path | None = None
-    """Where the launcher looks for why this process failed."""
+    """The file in which the launcher expects the reason if this process fails."""
 
     @property
     def is_main_process(self) -> bool:
-        """Whether it is the one that writes and speaks for all."""
+        """Whether this is rank 0, which writes files and prints for all."""
         return self.rank == 0
 
 
@@ -36,15 +36,15 @@ OTHER_LAUNCHER_BY_VARIABLE: Mapping[str, str] = {
     "MV2_COMM_WORLD_SIZE": "mpirun",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
-"""How many processes others than torchrun have started, and who did."""
+"""Variables in which other launchers store their number of processes, and the launchers."""
 ACCELERATE_SINGLE_START = "ACCELERATE_USE_CPU"
-"""Set where `accelerate launch` starts its command once, whatever number it was given."""
+"""Set when `accelerate launch` starts its command only once, regardless of the requested number of processes."""
 LAUNCH_REMEDY = "start with torchrun, once on each node, as docs/scaling.md shows"
 
 
 def read_launcher_environment(environ: Mapping[str, str]) -> LauncherEnvironment:
-    """This process as its launcher numbered it; without a launcher it is alone. Refused: processes that would each
-    train the whole run, because nobody told them of each other."""
+    """The ranks of this process; those of a single process without a launcher. Raises ConfigError if the variables are
+    inconsistent, or if several processes were started without ranks: each would train the whole run."""
     if RANK not in environ and WORLD_SIZE not in environ:
         _refuse_uncoordinated_processes(environ)
         return SINGLE_PROCESS_ENVIRONMENT
@@ -52,31 +52,31 @@ def read_launcher_environment(environ: Mapping[str, str]) -> LauncherEnvironment
     if missing := [name for name in names if not environ.get(name, "").strip()]:
         present = ", ".join(f"{name}={environ[name]}" for name in names if name not in missing)
         raise _environment_error(
-            ", ".join(missing), f"not set, beside {present or 'nothing'}: which process is this? {LAUNCH_REMEDY}"
+            ", ".join(missing), f"not set (set: {present or 'none'}), so the rank is unknown; {LAUNCH_REMEDY}"
         )
     rank, world_size, local_rank, local_world_size = (_read_number(environ, name) for name in names)
     if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size and local_rank <= rank):
         variables_text = (
             f"{RANK}={rank} {WORLD_SIZE}={world_size} {LOCAL_RANK}={local_rank} {LOCAL_WORLD_SIZE}={local_world_size}"
         )
-        raise _environment_error("", f"{variables_text} is no place among processes; {LAUNCH_REMEDY}")
+        raise _environment_error("", f"{variables_text} are inconsistent; {LAUNCH_REMEDY}")
     if world_size > 1 and (missing := [name for name in (MASTER_ADDR, MASTER_PORT) if not environ.get(name)]):
         raise _environment_error(
-            ", ".join(missing), f"not set: where do the {world_size} processes meet? {LAUNCH_REMEDY}"
+            ", ".join(missing), f"not set, so the {world_size} processes cannot find each other; {LAUNCH_REMEDY}"
         )
     error_file = environ.get(ERROR_FILE)
     return LauncherEnvironment(rank, world_size, local_rank, local_world_size, Path(error_file) if error_file else None)
 
 
 def require_single_process(environ: Mapping[str, str], command: str) -> None:
-    """Refuse a command that works for itself where a launcher started it several times: each would do the same, to the
-    same files. Both numbers are a launcher's own; a container may have one of its job's in all its shells."""
+    """Raise ConfigError if a launcher started several processes of a single-process command: all would write the same
+    files. Both LOCAL_RANK and WORLD_SIZE must be set, because a container may export one of them in every shell."""
     count = environ.get(WORLD_SIZE, "").strip()
     if environ.get(LOCAL_RANK, "").strip() and count.isdecimal() and int(count) > 1:
         remedy = f"start `supertuner {command}` without torchrun or accelerate launch"
-        reason = f"{count} processes of `supertuner {command}` were started, which is for one"
+        reason = f"{count} processes of `supertuner {command}` were started, but it must run as one"
         raise _environment_error(
-            WORLD_SIZE, f"{reason}; {remedy}; training stages and encodes by itself, with all its processes"
+            WORLD_SIZE, f"{reason}; {remedy}; `supertuner train` stages and encodes too, with all its processes"
         )
 
 
@@ -84,11 +84,11 @@ def _refuse_uncoordinated_processes(environ: Mapping[str, str]) -> None:
     for name, launcher in OTHER_LAUNCHER_BY_VARIABLE.items():
         count = environ.get(name, "").strip()
         if count.isdecimal() and int(count) > 1:
-            reason = f"{launcher} started {count} processes that do not know of each other: {RANK} and {WORLD_SIZE} are not set"
+            reason = f"{launcher} started {count} processes without {RANK} and {WORLD_SIZE}"
             raise _environment_error(name, f"{reason}, and each would train the whole run; {LAUNCH_REMEDY}")
     if environ.get(ACCELERATE_SINGLE_START) and environ.get(MASTER_PORT):
-        reason = "accelerate was asked for more than one process, and started this one alone"
-        remedy = "give it a configuration of distributed_type FSDP or MULTI_GPU and do not say --cpu, or start torchrun"
+        reason = "accelerate was configured for several processes, but started only one"
+        remedy = "use a configuration with distributed_type FSDP or MULTI_GPU and without --cpu, or start with torchrun"
         raise _environment_error(MASTER_PORT, f"{environ[MASTER_PORT]} without {RANK}: {reason}; {remedy}")
 
 

@@ -1,4 +1,4 @@
-"""Environment, file, --set and code become one checked RunConfig, or one ConfigError with every problem found."""
+"""Loads a configuration: environment, file, `--set` and code become a RunConfig, or a ConfigError with all problems."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-from supertuner.config.sources import problems
-from supertuner.config.sources import resolve
-from supertuner.config.sources.translate import SourceTranslator, iter_settings
-from supertuner.config.settings.run_config import RunConfig
-from supertuner.config.sources import environment
 from supertuner.config.settings import key_paths
-from supertuner.config.sources import overrides as sets
 from supertuner.config.settings.key_paths import KeyPath
-from supertuner.config.sources.parse import parse_bytes, read_bytes
+from supertuner.config.settings.run_config import RunConfig
+from supertuner.config.settings.values import parse_text
+from supertuner.config.sources import environment, problems, resolve
+from supertuner.config.sources.parse import ConfigSyntaxError, check_plain_values, parse_bytes, read_bytes
 from supertuner.config.sources.provenance import ConfigLayer, ConfigSource, Provenance, build_tree, merge_layers
+from supertuner.config.sources.translate import SourceTranslator, iter_settings
 from supertuner.core.errors import ConfigError, ConfigProblem
 from supertuner.core.events import WarningEvent
 from supertuner.core.host import HostFacts
@@ -27,30 +26,30 @@ from supertuner.core.types import JSON
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A checked configuration and everything that is known about where it came from."""
+    """A valid configuration, with the origin of its values."""
 
     config: RunConfig
     file_content: bytes
-    """The file as it was; empty without one."""
+    """The bytes of the configuration file; empty without a file."""
     source_name: str
-    """Name of the file, or what stands in for it."""
+    """Name of the file, or "the settings given" without one."""
     origins: dict[str, str]
-    """Where each value that is not a default came from, by its path: `run.json: train_batch_size (SimpleTuner)`."""
+    """Path of each setting that is not a default → its origin, `run.json: train_batch_size (SimpleTuner)`."""
     notes: tuple[WarningEvent, ...]
-    """What is unwise, was changed, or has no effect."""
+    """Settings that are unwise, were changed, or have no effect."""
     provenance: Mapping[KeyPath, Provenance] = field(default_factory=dict)
-    """What was given, by place, before this machine changed anything."""
+    """The values as the sources gave them, before they were adapted to this machine."""
     attachments: Mapping[str, bytes] = field(default_factory=dict)
-    """Further files that the configuration named and that were read as part of it."""
+    """Further files that the configuration refers to, by name."""
 
     def to_dict(self) -> dict[str, JSON]:
-        """The configuration in force, with origins and notes, as JSON for the run folder."""
+        """The effective settings, with origins and notes, as JSON."""
         notes = [{"what": note.what, "message": note.message} for note in self.notes]
         config = self.config.model_dump(mode="json")
         return {"source": self.source_name, "config": config, "origins": dict(self.origins), "notes": notes}
 
     def iter_settings(self) -> Iterator[tuple[str, JSON, str]]:
-        """Every setting: its path, its value, and where it came from."""
+        """Every setting as (path, value, origin)."""
         for key_path, value in iter_settings(self.config.model_dump(mode="json")):
             path = key_paths.format_path(key_path)
             yield path, value, self.origins.get(path, "default")
@@ -65,10 +64,10 @@ def load_config(
     check_paths: bool = True,
     host: HostFacts | None = None,
 ) -> LoadedConfig:
-    """Read and check a configuration. Order: environment < file < `sets` < `overrides`.
+    """Load and check a configuration. Later sources win: environment, file, `sets` (`path=value`), `overrides`.
 
-    Relative paths are relative to the file that holds them; those of the other sources, to the working folder.
-    `check_paths=False` accepts datasets that are not on this machine.
+    Relative paths in a file are relative to the folder of that file; all others, to the working directory.
+    `check_paths=False` accepts datasets and models that are not on this machine. Raises ConfigError with every problem.
     """
     content = b"" if path is None else read_bytes(path)
     source = "the settings given" if path is None else path.name
@@ -76,14 +75,14 @@ def load_config(
     written_values = merge_layers(layers)
     resolved_values = resolve.resolve_paths(written_values)
     config, found_problems = _validate(resolved_values)
-    found_problems = [*(p for layer in layers for p in layer.problems), *found_problems]
+    found_problems = [*(problem for layer in layers for problem in layer.problems), *found_problems]
     if check_paths:
         found_problems += resolve.missing_paths(written_values, resolved_values)
     if found_problems or config is None:
         raise ConfigError(source, list(dict.fromkeys(found_problems)))
-    config, host_warnings, changed = resolve.resolve_for_host(config, host or HostFacts())
+    config, host_warnings, changes = resolve.resolve_for_host(config, host or HostFacts())
     notes = [
-        *(n for layer in layers for n in layer.warnings),
+        *(warning for layer in layers for warning in layer.warnings),
         *host_warnings,
         *resolve.settings_warnings(config),
     ]
@@ -92,8 +91,9 @@ def load_config(
         for key_path, provenance in resolved_values.items()
         if key_paths.setting_at(key_path)
     }
-    for where, change in changed.items():
-        origins[key_paths.format_path(where)] = f"{origins.get(key_paths.format_path(where), 'default')} ({change})"
+    for key_path, change in changes.items():
+        setting = key_paths.format_path(key_path)
+        origins[setting] = f"{origins.get(setting, 'default')} ({change})"
     attachments = {name: data for layer in layers for name, data in layer.attachments.items()}
     return LoadedConfig(config, content, source, origins, tuple(dict.fromkeys(notes)), resolved_values, attachments)
 
@@ -101,7 +101,7 @@ def load_config(
 def _collect_layers(
     path: Path | None,
     content: bytes,
-    set_texts: Sequence[str],
+    sets: Sequence[str],
     overrides: Mapping[str, JSON],
     environ: Mapping[str, str] | None,
 ) -> Iterator[ConfigLayer]:
@@ -111,24 +111,63 @@ def _collect_layers(
     )
     if path is not None:
         yield _file_layer(path.absolute(), content)
-    for text in set_texts:
-        yield sets.layer_from_set(text, working_folder)
+    for text in sets:
+        yield _set_layer(text, working_folder)
     for name, value in overrides.items():
-        yield sets.layer_from_code(name, value, working_folder)
+        yield _code_layer(name, value, working_folder)
 
 
 def _file_layer(path: Path, content: bytes) -> ConfigLayer:
     tree = parse_bytes(content, path.name)
     if not isinstance(tree, Mapping):
-        hint = "; SimpleTuner's file of datasets is named by data_backend_config" if isinstance(tree, list) else ""
-        return ConfigLayer(problems=[ConfigProblem("", f"the file holds no settings at its top{hint}")])
+        hint = "; data_backend_config names SimpleTuner's file of datasets" if isinstance(tree, list) else ""
+        return ConfigLayer(problems=[ConfigProblem("", f"the file does not hold a block of settings{hint}")])
     return SourceTranslator(ConfigSource(path.name, path.parent)).translate_file(tree)
 
 
-def _validate(values: Mapping[KeyPath, Provenance]) -> tuple[RunConfig | None, list[ConfigProblem]]:
-    """The configuration, or all that is wrong with it.
+def _set_layer(text: str, folder: Path) -> ConfigLayer:
+    """The layer of one `--set`. The value is JSON if it parses as JSON, else text."""
+    path, equals, value = text.partition("=")
+    key_path = key_paths.parse_path(path.strip())
+    if not equals or key_path is None:
+        form = "write path=value, for example train.batch_size=4 or datasets[0].type=disk"
+        return ConfigLayer(problems=[ConfigProblem(f"--set {text}", f"is not path=value; {form}")])
+    parsed = parse_text(value)
+    structured = isinstance(parsed, list | dict)
+    source = ConfigSource(f"--set {text}", folder, is_file=False, is_text=not structured)
+    return _override_layer(source, key_path, parsed if structured else value)
 
-    A wrong value hides contradictions between the others, so wrong ones are taken out and the rest is looked at again.
+
+def _code_layer(path: str, value: Any, folder: Path) -> ConfigLayer:
+    """The layer of one override from code. The value keeps its type."""
+    key_path = key_paths.parse_path(path)
+    if key_path is None:
+        return ConfigLayer(problems=[ConfigProblem(f"code: {path}", "is not the path of a setting")])
+    return _override_layer(ConfigSource("code", folder, is_file=False), key_path, _to_plain_json(value))
+
+
+def _override_layer(source: ConfigSource, key_path: KeyPath, value: Any) -> ConfigLayer:
+    try:
+        check_plain_values(value)
+    except ConfigSyntaxError as error:
+        return ConfigLayer(problems=[ConfigProblem(source.name, str(error))])
+    return SourceTranslator(source).translate_value(key_path, value)
+
+
+def _to_plain_json(value: Any) -> Any:
+    """`value` with paths as text and tuples as lists, as files hold them."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _to_plain_json(inner) for name, inner in value.items()}
+    return [_to_plain_json(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _validate(values: Mapping[KeyPath, Provenance]) -> tuple[RunConfig | None, list[ConfigProblem]]:
+    """The configuration, or None and every problem.
+
+    Pydantic does not check contradictions between settings while one of them is invalid. So invalid values are removed
+    and the rest is validated again, until no new problem appears.
     """
     remaining = dict(values)
     hints = {key_path: provenance.error_hint() for key_path, provenance in values.items()}
@@ -148,13 +187,13 @@ def _validate(values: Mapping[KeyPath, Provenance]) -> tuple[RunConfig | None, l
         )
         if not rejected_paths:
             break
-        for where in rejected_paths:
-            del remaining[where]
+        for key_path in rejected_paths:
+            del remaining[key_path]
     return None, list(problems_by_path.values())
 
 
 def _overlapping_paths(values: Mapping[KeyPath, Provenance], bad_paths: Sequence[KeyPath]) -> list[KeyPath]:
-    """What was given at these places. A setting that is missing has none: then its block is asked for."""
+    """The paths of the values at, above or below `bad_paths`; none if the problem is that a setting is missing."""
     return [
         key_path
         for key_path, provenance in values.items()
@@ -163,5 +202,5 @@ def _overlapping_paths(values: Mapping[KeyPath, Provenance], bad_paths: Sequence
 
 
 def _paths_overlap(a: KeyPath, b: KeyPath) -> bool:
-    """One place lies at or inside the other."""
+    """Whether one path equals or contains the other."""
     return a[: len(b)] == b or b[: len(a)] == a

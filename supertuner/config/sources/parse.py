@@ -1,4 +1,4 @@
-"""A configuration file's bytes become plain JSON values; anything unsafe or ambiguous is refused with its line."""
+"""Parses JSON, YAML and TOML files into plain JSON values. Unsafe or ambiguous content is an error with its line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from supertuner.core.types import JSON, MIB, bytes_text
 MAX_BYTES = 4 * MIB
 MAX_DEPTH = 32
 MAX_VALUES = 100_000
-"""YAML aliases can make a few lines mean billions of values; no configuration needs more than this."""
+"""A limit for YAML aliases, with which a few lines can stand for billions of values."""
 
 
 _LINE_AND_COLUMN = re.compile(r"\d+:\d+: ")
@@ -28,7 +28,8 @@ _TOO_MANY_DIGITS = "a number has more digits than any setting can have"
 
 
 class ConfigSyntaxError(Exception):
-    """The text is not what its ending says, or not plain values. Turned into a ConfigError where the file is known."""
+    """The text does not parse, or holds values that JSON cannot represent. Callers that know the file turn it into a
+    ConfigError."""
 
     def __init__(self, message: str, path: str = "") -> None:
         self.path = path
@@ -36,11 +37,11 @@ class ConfigSyntaxError(Exception):
 
 
 def read_bytes(path: Path) -> bytes:
-    """The file's bytes, or a ConfigError that says why not."""
+    """The content of the file. Raises ConfigError if it cannot be read."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe would be waited for, and nobody might write
-                raise ConfigError(path.name, [ConfigProblem("", f"cannot read {path}: it is not a file")])
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # reading a pipe could block forever
+                raise ConfigError(path.name, [ConfigProblem("", f"cannot read {path}: it is not a regular file")])
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(path.name, [ConfigProblem("", f"there is no file {path}")]) from None
@@ -49,17 +50,22 @@ def read_bytes(path: Path) -> bytes:
             path.name or str(path), [ConfigProblem("", f"cannot read {path}: {_reason(error)}")]
         ) from None
     if len(content) > MAX_BYTES:
-        message = f"larger than {bytes_text(MAX_BYTES)}; this is no configuration"
+        message = f"larger than {bytes_text(MAX_BYTES)}; this is not a configuration"
         raise ConfigError(path.name, [ConfigProblem("", message)])
     return content
 
 
 def parse_bytes(content: bytes, name: str) -> JSON:
-    """Plain JSON values from the content of a file called `name`, whose ending says the language."""
+    """Parse the content of a file called `name`, whose extension determines the format. Raises ConfigError."""
     parser = _PARSER_BY_SUFFIX.get(Path(name).suffix.lower())
     if parser is None:
         raise ConfigError(
-            name, [ConfigProblem("", f"the ending says the language: one of {', '.join(_PARSER_BY_SUFFIX)}")]
+            name,
+            [
+                ConfigProblem(
+                    "", f"the format follows from the extension, which must be one of {', '.join(_PARSER_BY_SUFFIX)}"
+                )
+            ],
         )
     try:
         value: JSON = parser(content.decode("utf-8-sig"))
@@ -93,7 +99,7 @@ def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(mapping) != len(pairs):
         names = [name for name, _ in pairs]
         duplicate = next(name for name in names if names.count(name) > 1)
-        raise ConfigSyntaxError(f'the key "{duplicate}" stands twice in one block')
+        raise ConfigSyntaxError(f'the key "{duplicate}" occurs twice in one block')
     return mapping
 
 
@@ -124,11 +130,11 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _yaml_message(problem: str) -> str:
-    """The library's words, or better ones where those say what the library wanted instead of what to do."""
+    """PyYAML's message, replaced where it does not say what to do."""
     if problem == "but found another document":
         return "a second document begins here (---); one file is one configuration"
     tag = re.fullmatch(r"could not determine a constructor for the tag '(.*)'", problem)
-    return f"tags are not read ({tag[1]}); write the plain value" if tag else problem
+    return f"tags are not supported ({tag[1]}); write the plain value" if tag else problem
 
 
 _PARSER_BY_SUFFIX: dict[str, Callable[[str], Any]] = {
@@ -155,7 +161,7 @@ _SCALARS = (
         list("-+0123456789."),
     ),
 )
-"""Plain words of YAML 1.2 that are not text: what they are, their form, their first letters."""
+"""Plain scalars of YAML 1.2 that are not text: their type, their pattern, their possible first letters."""
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
@@ -167,7 +173,7 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 
 class Yaml12Loader(yaml.SafeLoader):
-    """YAML by the rules of version 1.2, so that `1e-6` is a number, `no` is text and a date is text, as in JSON."""
+    """Reads scalars by the rules of YAML 1.2: `1e-6` is a number, `no` and dates are text. Refuses duplicate keys."""
 
     yaml_implicit_resolvers = _resolvers()
     yaml_constructors: ClassVar[dict[str | None, Any]] = {
@@ -181,26 +187,27 @@ class Yaml12Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
                 raise yaml.constructor.ConstructorError(None, None, "a key must be text", key.start_mark)
             if key.value == "<<":
-                message = "merge keys (<<) are not read; write the keys out"
+                message = "merge keys (<<) are not supported; write the keys out"
                 raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
             if key.value in seen:
-                message = f'the key "{key.value}" stands twice in one block'
+                message = f'the key "{key.value}" occurs twice in one block'
                 raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge keys are refused above, so there is nothing to flatten."""
+        """Does nothing: `construct_mapping` refuses merge keys."""
 
 
 def check_plain_values(value: Any, path: str = "", depth: int = 0, value_count: list[int] | None = None) -> None:
-    """Refuse what JSON cannot say, numbers that are not finite, and trees that are too deep or too large."""
+    """Raise ConfigSyntaxError for types that JSON does not have, numbers that are not finite, and trees that are too
+    deep or too large."""
     value_count = [0] if value_count is None else value_count
     value_count[0] += 1
     if depth > MAX_DEPTH:
         raise ConfigSyntaxError(f"nested deeper than {MAX_DEPTH} levels")
     if value_count[0] > MAX_VALUES:
-        raise ConfigSyntaxError(f"more than {MAX_VALUES} values; YAML aliases count each time")
+        raise ConfigSyntaxError(f"more than {MAX_VALUES} values; a YAML alias counts each time it is used")
     if isinstance(value, dict):
         for name, inner in value.items():
             check_plain_values(name, path, depth + 1, value_count)
@@ -215,7 +222,7 @@ def check_plain_values(value: Any, path: str = "", depth: int = 0, value_count: 
 
 
 def _scalar_refusal(value: Any) -> str:
-    """Why no setting can have this value; "" if it can."""
+    """Why no setting can have this value; "" if it is allowed."""
     if isinstance(value, str):
         odd = any(0xD800 <= ord(c) <= 0xDFFF or c == "\0" for c in value)
         return f"{value!r} holds characters that no file name or caption can have" if odd else ""
@@ -224,7 +231,7 @@ def _scalar_refusal(value: Any) -> str:
     if isinstance(value, int):
         return "" if -(1 << 63) <= value < 1 << 63 else "a whole number has more than 64 bits"
     if isinstance(value, float):
-        return "" if math.isfinite(value) else f"{value} is no number that a setting can have"
+        return "" if math.isfinite(value) else f"{value} is not a finite number"
     return f"{str(value)[:60]} is a {type(value).__name__}; put it in quotes if it is meant as text"
 
 

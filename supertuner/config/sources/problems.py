@@ -1,4 +1,4 @@
-"""Every problem of a configuration in words to act on: the place, the value, what is allowed, the nearest key."""
+"""Messages for problems of a configuration: the setting, its value, the allowed values, and the closest known key."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pydantic import ValidationError
 
 from supertuner.config.dialects.key_tables import dataset_keys, inherited_keys, run_keys
-from supertuner.config.settings.block import CONTRADICTION
 from supertuner.config.settings import key_paths
+from supertuner.config.settings.block import CONTRADICTION
 from supertuner.config.settings.key_paths import KeyPath
 from supertuner.config.settings.values import allowed_choices, allowed_text, format_value
 from supertuner.core.errors import ConfigProblem
@@ -17,7 +17,8 @@ from supertuner.core.types import JSON
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Letters to insert, delete, replace or swap with a neighbour to get from one word to the other."""
+    """The Damerau-Levenshtein distance (optimal string alignment): the fewest insertions, deletions, replacements and
+    swaps of adjacent letters that turn `a` into `b`."""
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
@@ -30,7 +31,10 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def closest_match(word: str, candidates: Sequence[str]) -> str | None:
-    """The candidate with the fewest edits, the earlier one among equals; None if none is near."""
+    """The candidate with the smallest edit distance, the first of equals; None if it is above a third of the word.
+
+    Only the last part of a candidate, after the last dot, is compared.
+    """
     normalized = word.lower().replace("-", "_")
     limit, closest = max(1, len(normalized) // 3), None
     for candidate in candidates:
@@ -39,12 +43,12 @@ def closest_match(word: str, candidates: Sequence[str]) -> str | None:
             edit_distance_lower_bound(normalized, name) <= limit
             and (distance := edit_distance(normalized, name)) <= limit
         ):
-            closest, limit = candidate, distance - 1  # only a nearer one is better
+            closest, limit = candidate, distance - 1  # a later candidate must be strictly closer
     return closest
 
 
 def edit_distance_lower_bound(a: str, b: str) -> int:
-    """A number that `edits` is never below, found at once: letters that one word has and the other has not."""
+    """A lower bound of `edit_distance` that is cheap to compute: the letters that only one of the words has."""
     if a == b:
         return 0
     letters_a, letters_b = Counter(a), Counter(b)
@@ -52,7 +56,7 @@ def edit_distance_lower_bound(a: str, b: str) -> int:
 
 
 def unknown_key_message(name: str, block: str, prefix: str = "") -> str:
-    """What to say about a key that is not a setting of the block (a pattern); `prefix`: a foreign block inside it."""
+    """The message for an unknown key in the block with pattern `block`, or in a dialect's block `prefix` inside it."""
     known_keys = _known_keys_in(block, prefix)
     suggestion = closest_match(name, [*known_keys, *_known_keys_elsewhere(block)])
     if suggestion is not None:
@@ -66,7 +70,7 @@ def _canonical_names(block: str, prefix: str) -> tuple[str, ...]:
 
 
 def _known_keys_in(block: str, prefix: str) -> list[str]:
-    """Our names at this level, then the dialects'."""
+    """The names in this block: ours, then those of the dialects."""
     dialect_keys, dialect_path = _dialect_keys_for(block)
     dialect_path = f"{dialect_path}.{prefix}".strip(".")
     path_prefix = f"{dialect_path}." if dialect_path else ""
@@ -77,7 +81,8 @@ def _known_keys_in(block: str, prefix: str) -> list[str]:
 
 
 def _known_keys_elsewhere(block: str) -> list[str]:
-    """Our settings in other blocks by their full names, the datasets' without their list when we are inside one."""
+    """Our settings in other blocks, by their full names; inside a dataset, settings of datasets come first and without
+    `datasets[].`."""
     dataset_prefix = "datasets[]." if block.startswith("datasets[]") else ""
     names = [key for key in key_paths.settings() if key.rpartition(".")[0] != block]
     dataset_names = [
@@ -100,14 +105,16 @@ def not_a_block_message(name: str, value: JSON) -> str:
 def problems_from_pydantic(
     error: ValidationError, hints: Mapping[KeyPath, str], wrong_paths: set[KeyPath]
 ) -> dict[KeyPath, ConfigProblem]:
-    """The problems by place. `hints` tell how a place was written; a contradiction that rests on a value already
-    `known` to be wrong is left out."""
+    """The problems by key path. `hints` are appended to the message of their path. A contradiction that involves one
+    of `wrong_paths`, values already known to be invalid, is left out."""
     problems: dict[KeyPath, ConfigProblem] = {}
     for item in error.errors(include_url=False):
         if item["type"] == CONTRADICTION:
             for issue in item["ctx"]["remarks"]:
                 key_path = _join_path(item["loc"], issue.field)
-                if wrong_paths.isdisjoint(_join_path(item["loc"], name) for name in (issue.field, *issue.related_fields)):
+                if wrong_paths.isdisjoint(
+                    _join_path(item["loc"], name) for name in (issue.field, *issue.related_fields)
+                ):
                     problems.setdefault(
                         key_path,
                         ConfigProblem(key_paths.format_path(key_path), issue.message + _hint_suffix(key_path, hints)),
@@ -131,7 +138,7 @@ def _hint_suffix(key_path: KeyPath, hints: Mapping[KeyPath, str]) -> str:
 
 
 def _without_union_branches(loc: KeyPath) -> KeyPath:
-    """Pydantic's location without the names of union branches that it appends."""
+    """Pydantic's location of an error without the names of union branches that it appends."""
     for end in range(len(loc), 0, -1):
         if key_paths.setting_at(loc[:end]) is not None:
             return loc[:end]
@@ -148,14 +155,14 @@ def _wrong_value_message(key_path: KeyPath, value: JSON, message: str) -> str:
         if suggestion is not None:
             return f'{text}; did you mean "{suggestion}"?'
         if "string" not in setting.json_types and value.strip():
-            return text + "; written without quotes" if _is_unquoted_literal(value) else text
+            return text + "; write it without quotes" if _is_unquoted_literal(value) else text
     if (
         isinstance(value, int)
         and not isinstance(value, bool)
         and value == 0
         and setting.pattern == "datasets[].repeats"
     ):
-        return text + " (SimpleTuner counts further repeats: its 0 is 1 here)"
+        return text + " (SimpleTuner counts additional repeats: its 0 is 1 here)"
     return text
 
 

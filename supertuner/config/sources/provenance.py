@@ -1,4 +1,4 @@
-"""One value that somebody gave: where it came from, and what it was called there."""
+"""Values of settings with their origin, collected in layers (one per source), merged, and built into a tree."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from supertuner.core.types import JSON
 
 @dataclass(frozen=True, slots=True)
 class ConfigSource:
-    """A file, the environment, a --set, or code."""
+    """A file, an environment variable, a `--set`, or code."""
 
     name: str
     """`run.json`, `--set train.batch_size=4`, `environment: ACCELERATE_MIXED_PRECISION`, `code`."""
     folder: Path
-    """What relative paths are relative to."""
+    """The folder from which relative paths are resolved."""
     is_file: bool = True
     is_text: bool = False
-    """Values come as text and are read as what the setting takes."""
+    """Its values are text, which is converted to the type of the setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
+    """A value of a setting and its origin."""
+
     value: JSON
     source: ConfigSource
     source_key: str
-    """The name that was written, with its path inside the source."""
+    """The key in the source, with its path: `config.process[0].train.lr`."""
     dialect: str = ""
+    """The program whose name for the setting was used; "" for our own."""
     is_implied: bool = False
-    """A consequence of another key, which gives way to the same setting given by name."""
+    """It follows from another key, and is overridden if the setting itself is given."""
     was_relative: bool = False
-    """A path that was made absolute."""
+    """It is a path that was relative in the source."""
 
     def origin_text(self) -> str:
         """`run.json: train_batch_size (SimpleTuner)`."""
@@ -45,7 +48,7 @@ class Provenance:
         return f"{self.source.name}: {self.source_key} ({self.dialect})"
 
     def error_hint(self) -> str:
-        """What an error adds so that the user finds the line; nothing where the place says it all."""
+        """A hint where the value is written, for error messages; "" if the path of the setting is enough."""
         if not self.source.is_file:
             return f"from {self.source.name}"
         return f"written as {self.source_key} in {self.source.name}" if self.dialect else ""
@@ -53,19 +56,19 @@ class Provenance:
 
 @dataclass(slots=True)
 class ConfigLayer:
-    """What one source gave, by place."""
+    """The values, problems and warnings of one source."""
 
     values: dict[KeyPath, Provenance] = field(default_factory=dict)
     problems: list[ConfigProblem] = field(default_factory=list)
     warnings: list[WarningEvent] = field(default_factory=list)
     replaced_lists: set[KeyPath] = field(default_factory=set)
-    """Lists that this layer gives as a whole: what lower layers said of them is gone."""
+    """Lists that this layer sets as a whole; entries of lower layers are dropped."""
     attachments: dict[str, bytes] = field(default_factory=dict)
-    """Further files that were read on behalf of this one."""
+    """The content of further files that the source refers to, by name."""
 
 
 def merge_layers(layers: list[ConfigLayer]) -> dict[KeyPath, Provenance]:
-    """One value per place: a later layer wins."""
+    """Merge layers; where several give a setting, the last one wins."""
     result: dict[KeyPath, Provenance] = {}
     for layer in layers:
         for list_path in layer.replaced_lists:
@@ -76,7 +79,7 @@ def merge_layers(layers: list[ConfigLayer]) -> dict[KeyPath, Provenance]:
 
 
 def build_tree(values: Mapping[KeyPath, Provenance]) -> tuple[dict[str, JSON], dict[KeyPath, ConfigProblem]]:
-    """The tree of values, and the list positions that do not exist."""
+    """Build the tree of values. Returns it, and a problem for each list position that does not exist."""
     tree: dict[str, JSON] = {}
     problems = {}
     for key_path in sorted(values, key=lambda w: (len(w), [(isinstance(s, str), s) for s in w])):
@@ -89,7 +92,7 @@ def build_tree(values: Mapping[KeyPath, Provenance]) -> tuple[dict[str, JSON], d
 
 
 def _insert_value(tree: dict[str, JSON], key_path: KeyPath, value: JSON) -> str:
-    """Put the value at its place; the reason if there is no such place."""
+    """Insert the value at `key_path`. Returns "" or the reason why that is not possible."""
     node: dict[str, JSON] | list[JSON] = tree
     for step, following in pairwise(key_path):
         empty_container: dict[str, JSON] | list[JSON] = [] if isinstance(following, int) else {}
@@ -120,11 +123,11 @@ def _insert_value(tree: dict[str, JSON], key_path: KeyPath, value: JSON) -> str:
 
 
 def _no_position_message(length: int) -> str:
-    return f"there is no such entry; the list has {length}, so the next one is [{length}]"
+    return f"there is no such entry; the list has {length} entries, so the next one is [{length}]"
 
 
 def _copy_containers(value: JSON) -> JSON:
-    """Containers are filled in place while the tree grows; the caller's own stay as they are."""
+    """Copy lists and dicts, because building the tree changes them in place."""
     if isinstance(value, list):
         return [_copy_containers(inner) for inner in value]
     return dict(value) if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Canonical settings as JSON, YAML or TOML text that reads back as the same values."""
+"""Writes settings under our own names as JSON, YAML or TOML; the text loads as the same values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _YAML_WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "n
 
 
 def canonical_tree(values: Mapping[KeyPath, Provenance], folder: Path) -> dict[str, JSON]:
-    """What files and --set gave, in our names and order, as a file in `folder` would say it."""
+    """The settings from files and --set as a tree, under our names, in the order of our fields, with paths relative to
+    `folder`. Settings from the environment are left out."""
     written_values = {
         key_path: _relative_to_folder(key_path, provenance, folder)
         for key_path, provenance in values.items()
@@ -42,7 +43,7 @@ def render_tree(tree: Mapping[str, JSON], language: ConfigLanguage) -> str:
 
 
 def _relative_to_folder(key_path: KeyPath, provenance: Provenance, folder: Path) -> Provenance:
-    """A path that was relative where it was written is relative where it will be written."""
+    """A path that was relative in its source, relative to `folder`; other values unchanged."""
     if not provenance.was_relative:
         return provenance
     path = os.path.relpath(str(provenance.value), folder)
@@ -52,7 +53,7 @@ def _relative_to_folder(key_path: KeyPath, provenance: Provenance, folder: Path)
 
 
 def _in_field_order(node: JSON, block: str) -> JSON:
-    """In the order of the tree's own fields."""
+    """`node` with its keys in the order of the fields of RunConfig."""
     if isinstance(node, list):
         return [_in_field_order(inner, f"{block}[]") for inner in node]
     if not isinstance(node, dict) or block not in key_paths.blocks():
@@ -74,7 +75,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 class _QuotingDumper(yaml.SafeDumper):
-    """Quotes every text that some reader of YAML could take for something else."""
+    """Quotes every text that a YAML 1.1 or 1.2 parser might read as another type."""
 
     yaml_representers: ClassVar[dict[Any, Any]] = {**yaml.SafeDumper.yaml_representers, str: _represent_text}
 
@@ -87,14 +88,14 @@ def _yaml(tree: Mapping[str, JSON]) -> str:
 
 
 def _toml(tree: Mapping[str, JSON]) -> str:
-    """TOML has no null: it is left out, which means the same, as every setting that takes null has it as default."""
+    """TOML has no null, so nulls are left out. The meaning is the same: a setting that accepts null defaults to it."""
     lines: list[str] = []
     _toml_table(_without_nulls(tree), "", lines)
     return "\n".join(lines).strip("\n") + "\n"
 
 
 def _without_nulls(table: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Without nulls, and without the blocks that held nothing else; an entry of a list stays, since it counts."""
+    """`table` without nulls and without blocks that hold only nulls. Empty list entries stay, as positions count."""
     result: dict[str, JSON] = {}
     for name, value in table.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a checked configuration becomes on this machine: names filled in, impossible sizes lowered, doubts told."""
+"""Adapts settings to this machine: makes paths absolute, names datasets, lowers memory limits, collects warnings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from supertuner.config.settings import key_paths
 from supertuner.config.settings.block import SettingsBlock
 from supertuner.config.settings.data import DatasetSettings
-from supertuner.config.settings.run_config import RunConfig
-from supertuner.config.settings import key_paths
 from supertuner.config.settings.key_paths import KeyPath
-from supertuner.config.sources.provenance import Provenance
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.settings.values import format_value
+from supertuner.config.sources.provenance import Provenance
 from supertuner.core.errors import ConfigProblem
 from supertuner.core.events import WarningEvent
 from supertuner.core.host import HostFacts
@@ -24,7 +24,7 @@ from supertuner.core.types import GIB
 
 
 def resolve_paths(values: Mapping[KeyPath, Provenance]) -> dict[KeyPath, Provenance]:
-    """The same values with paths made absolute, each from the folder of the source that gave it."""
+    """The same values with absolute paths; a relative path is resolved from the folder of its source."""
     return {key_path: _resolve_path(key_path, provenance) for key_path, provenance in values.items()}
 
 
@@ -39,7 +39,7 @@ def _resolve_path(key_path: KeyPath, provenance: Provenance) -> Provenance:
     )
     if not (setting.is_path or is_folder):
         return provenance
-    # lexical, so that a link in the path stays a link
+    # without resolving symbolic links
     return replace(
         provenance, value=_normalize_path(provenance.source.folder / path), was_relative=not path.is_absolute()
     )
@@ -58,19 +58,20 @@ def _normalize_path(path: Path) -> str:
 def missing_paths(
     written_values: Mapping[KeyPath, Provenance], resolved_values: Mapping[KeyPath, Provenance]
 ) -> Iterator[ConfigProblem]:
-    """Datasets and models that are not there. `given` as written, `found` with absolute paths."""
+    """A problem for each dataset or model that does not exist. `resolved_values` have absolute paths."""
     for key_path, provenance in resolved_values.items():
         if not isinstance(provenance.value, str) or not provenance.value:
             continue
         missing_kind = _missing_kind(key_path, provenance.value)
         if missing_kind:
             hint = f" ({provenance.error_hint()})" if provenance.error_hint() else ""
-            text = f"{format_value(written_values[key_path].value)} is not {missing_kind}{_searched_hint(provenance, written_values[key_path])}{hint}"
+            written = written_values[key_path]
+            text = f"{format_value(written.value)} is not {missing_kind}{_searched_hint(provenance, written)}{hint}"
             yield ConfigProblem(key_paths.format_path(key_path), text)
 
 
 def _missing_kind(key_path: KeyPath, path: str) -> str:
-    """What should be at `path` and is not; "" if it is there, or if nothing is known to have to be there."""
+    """What must exist at `path` and does not, for example "a folder"; "" if it exists or is not required."""
     name = key_path[-1]
     is_file = os.path.isfile(path)
     if name == "metadata_file":
@@ -80,7 +81,7 @@ def _missing_kind(key_path: KeyPath, path: str) -> str:
     if name in ("single_file", "single_file_low_noise") and not (is_file and path.endswith(".safetensors")):
         return "a .safetensors file"
     if key_path == ("model", "path") and path.startswith("/") and not os.path.isdir(path):
-        return "a folder with a pipeline; a single file is given by model.single_file" if is_file else "a folder"
+        return "a folder with a pipeline; set model.single_file to use a single file" if is_file else "a folder"
     return ""
 
 
@@ -95,8 +96,8 @@ def _searched_hint(resolved: Provenance, written: Provenance) -> str:
 
 
 def resolve_for_host(config: RunConfig, host: HostFacts) -> tuple[RunConfig, list[WarningEvent], dict[KeyPath, str]]:
-    """The configuration as this machine can have it, what to tell the user, and which values were changed and how."""
-    notes: list[WarningEvent] = []
+    """Adapt the configuration to this machine. Returns it, warnings, and for each changed setting how it changed."""
+    warnings: list[WarningEvent] = []
     changed: dict[KeyPath, str] = {}
     datasets = []
     total = host.memory_total()
@@ -108,17 +109,17 @@ def resolve_for_host(config: RunConfig, host: HostFacts) -> tuple[RunConfig, lis
             key_path: KeyPath = ("datasets", index, "in_memory", "memory_limit_gb")
             limit = dataset.in_memory.memory_limit_gb
             changed[key_path] = f"{limit:g} is more than this machine has; lowered to {lowered_limit:g}"
-            notes.append(WarningEvent(key_paths.format_path(key_path), changed[key_path]))
+            warnings.append(WarningEvent(key_paths.format_path(key_path), changed[key_path]))
             update["in_memory"] = dataset.in_memory.model_copy(update={"memory_limit_gb": lowered_limit})
         if dataset.instance_data_dir is None:
-            notes.append(WarningEvent(f"datasets[{index}]", "names no instance_data_dir: there is nothing to stage"))
+            warnings.append(WarningEvent(f"datasets[{index}]", "has no instance_data_dir: there is nothing to stage"))
         datasets.append(dataset.model_copy(update=update))
     run = config.run.model_copy(update={"output_dir": config.run.output_dir.absolute()})
-    return config.model_copy(update={"datasets": tuple(datasets), "run": run}), notes, changed
+    return config.model_copy(update={"datasets": tuple(datasets), "run": run}), warnings, changed
 
 
 def _lowered_memory_limit(dataset: DatasetSettings, total: int | None) -> float | None:
-    """What the limit must be lowered to, if it is above what this machine has."""
+    """The memory of this machine in GiB, rounded down, if the limit is above it; else None."""
     limit = dataset.in_memory.memory_limit_gb
     if limit is None or total is None or limit * GIB <= total:
         return None
@@ -126,7 +127,7 @@ def _lowered_memory_limit(dataset: DatasetSettings, total: int | None) -> float 
 
 
 def _dataset_ids(datasets: tuple[DatasetSettings, ...]) -> list[str]:
-    """An id for each dataset: its own, or its folder's name, made unique by a number."""
+    """The id of each dataset: the given one, or the name of its folder, with a number if that is taken."""
     used_ids = {dataset.id for dataset in datasets if dataset.id}
     names = []
     for index, dataset in enumerate(datasets):
@@ -141,9 +142,11 @@ def _dataset_ids(datasets: tuple[DatasetSettings, ...]) -> list[str]:
 
 
 def settings_warnings(block: SettingsBlock, block_path: KeyPath = ()) -> Iterator[WarningEvent]:
-    """What the blocks find unwise, with the place of each."""
+    """The warnings of a block and of all blocks inside it, with the path of the setting."""
     for issue in block.warnings():
-        yield WarningEvent(key_paths.format_path((*block_path, *(key_paths.parse_path(issue.field) or ()))), issue.message)
+        yield WarningEvent(
+            key_paths.format_path((*block_path, *(key_paths.parse_path(issue.field) or ()))), issue.message
+        )
     for name in type(block).model_fields:
         inner = getattr(block, name)
         if isinstance(inner, SettingsBlock):

@@ -1,4 +1,4 @@
-"""A parsed file, in our own names or a dialect's, becomes values by canonical place; unknown keys are collected."""
+"""Translates a parsed source, with our keys or a dialect's, into values by key path; unknown keys become problems."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from supertuner.config.dialects.key_tables import (
     inherited_keys,
     run_keys,
 )
-from supertuner.config.sources.problems import not_a_block_message, unknown_key_message
 from supertuner.config.settings import key_paths
 from supertuner.config.settings.key_paths import KeyPath
-from supertuner.config.sources.parse import parse_bytes, read_bytes
-from supertuner.config.sources.provenance import ConfigLayer, ConfigSource, Provenance
 from supertuner.config.settings.values import coerce_text, format_value, parse_text
+from supertuner.config.sources.parse import parse_bytes, read_bytes
+from supertuner.config.sources.problems import not_a_block_message, unknown_key_message
+from supertuner.config.sources.provenance import ConfigLayer, ConfigSource, Provenance
 from supertuner.core.errors import ConfigError, ConfigProblem
 from supertuner.core.events import WarningEvent
 from supertuner.core.types import JSON
@@ -37,7 +37,7 @@ CACHE_DATASET_TYPES = ("text_embeds", "image_embeds", "conditioning_image_embeds
 
 
 class SourceTranslator:
-    """Fills one layer from one source. Used once."""
+    """Fills one ConfigLayer from one source. An instance is used once."""
 
     def __init__(self, source: ConfigSource) -> None:
         self.layer = ConfigLayer()
@@ -45,7 +45,7 @@ class SourceTranslator:
         self._dataset_count = 0
 
     def translate_file(self, tree: Mapping[str, JSON]) -> ConfigLayer:
-        """Read a whole file."""
+        """Translate a whole file."""
         rest, prefix, dialect = self._unwrap_ai_toolkit_job(tree)
         rest.pop("$schema", None)  # for editors
         dataset_lists = {name: rest.pop(name) for name in _DATASET_LIST_KEYS if name in rest}
@@ -62,7 +62,7 @@ class SourceTranslator:
         return self.layer
 
     def translate_value(self, key_path: KeyPath, value: JSON) -> ConfigLayer:
-        """Read one value at a place, as --set and code give it."""
+        """Translate one value at a path, from --set or code."""
         if key_path[0] == "datasets" and len(key_path) > 1 and isinstance(key_path[1], int):
             if len(key_path) > 2:
                 self._translate_dataset_value(key_path, value)
@@ -91,7 +91,8 @@ class SourceTranslator:
             )
 
     def _unwrap_ai_toolkit_job(self, tree: Mapping[str, JSON]) -> tuple[dict[str, JSON], str, str]:
-        """The settings inside ai-toolkit's `config.process[0]`, if the file is one of its jobs."""
+        """If the file is a job of ai-toolkit, its `config.process[0]`. Returns (settings, prefix of their keys,
+        dialect)."""
         if "config" not in tree:
             return dict(tree), "", ""
         job = tree["config"]
@@ -121,7 +122,8 @@ class SourceTranslator:
         dialect_path: str,
         prefix: str,
     ) -> None:
-        """Read a block: `at` is its place, `inside` its path in the table's rows, `lead` what precedes its keys."""
+        """Translate a block: `block_path` is its path in our tree, `dialect_path` its path in `dialect_keys`, and `prefix`
+        is prepended to its keys in messages."""
         for source_key, value in tree.items():
             name = source_key.removeprefix("--") if not block_path and not dialect_path else source_key
             path = f"{dialect_path}.{name}".lstrip(".")
@@ -147,7 +149,8 @@ class SourceTranslator:
                 self._add_problem(prefix + source_key, message)
 
     def _translate_block_list(self, value: JSON, key_path: KeyPath, source_key: str) -> None:
-        """Read a list of blocks of ours (datasets have words of others in them, and are read apart)."""
+        """Translate a list of our blocks. (Datasets may have keys of dialects; `_translate_dataset_lists` handles
+        them.)"""
         if not isinstance(value, list):
             self._add_problem(source_key, f"{format_value(value)} is not a list of blocks")
             return
@@ -169,11 +172,11 @@ class SourceTranslator:
         source_key: str,
         is_implied: bool = False,
     ) -> None:
-        """Do what the table says about a foreign key. `base` is the dataset it stands in, if any."""
+        """Apply the conversion of a dialect's key. `dataset_path` is the dataset that contains it, or ()."""
         if dialect_key.convert is None:
             self._add_warning(source_key, dialect_key.ignored_reason)
             return
-        # SimpleTuner's flat files hold command-line arguments, whose values may all be in quotes
+        # SimpleTuner's files hold command-line arguments, so that any value may be quoted text
         is_command_line = dialect_key.dialect == SIMPLETUNER and not dataset_path
         text = value if isinstance(value, str) and (self._source.is_text or is_command_line) else None
         parsed = parse_text(text) if text is not None else value
@@ -225,7 +228,7 @@ class SourceTranslator:
         if text is not None:
             value = coerce_text(value, text, setting)
         if setting.is_path and value == "":
-            self._add_problem(source_key, "is empty; give a path, or leave it out")
+            self._add_problem(source_key, "is empty; set a path, or remove it")
             return
         provenance = Provenance(value, self._source, source_key, dialect, is_implied)
         existing = self.layer.values.get(key_path)
@@ -233,18 +236,19 @@ class SourceTranslator:
             self.layer.values[key_path] = provenance
         elif existing.value != value and existing.is_implied:
             self._add_warning(
-                source_key, f"gives way to {existing.source_key}: {key_paths.format_path(key_path)} is one setting"
+                source_key,
+                f"has no effect: {existing.source_key} overrides it, both set {key_paths.format_path(key_path)}",
             )
         elif existing.value != value and not is_implied:
             message = (
-                f"is {format_value(value)}, but {existing.source_key} says {format_value(existing.value)}; both mean "
+                f"is {format_value(value)}, but {existing.source_key} is {format_value(existing.value)}; both set "
             )
-            self._add_problem(source_key, f"{message}{key_paths.format_path(key_path)}: keep one")
+            self._add_problem(source_key, f"{message}{key_paths.format_path(key_path)}: remove one")
 
     def _translate_dataset_lists(self, lists: Mapping[str, JSON], prefix: str, dialect: str) -> None:
         if len(lists) > 1:
             self._add_problem(
-                prefix + list(lists)[1], f"gives datasets, and so does {prefix}{next(iter(lists))}: keep one"
+                prefix + list(lists)[1], f"sets the datasets, and so does {prefix}{next(iter(lists))}: remove one"
             )
             return
         for source_key, value in lists.items():
@@ -269,7 +273,7 @@ class SourceTranslator:
             self._translate_dataset_entry(entry, self._dataset_count, f"{source_key}[{index}]", dialect)
 
     def _translate_dataset_file(self, value: JSON, source_key: str) -> None:
-        """SimpleTuner keeps its datasets in a file of their own."""
+        """Translate SimpleTuner's `data_backend_config`, a separate file of datasets."""
         source_and_tree = self._read_attached_file(value, source_key)
         if source_and_tree is not None:
             outer_source, self._source = self._source, source_and_tree[0]
@@ -277,7 +281,7 @@ class SourceTranslator:
             self._source = outer_source
 
     def _translate_lycoris_file(self, value: JSON, source_key: str, block: Mapping[str, JSON]) -> None:
-        """And what it tells LyCORIS in another."""
+        """Translate SimpleTuner's `lycoris_config`, a separate file."""
         if sibling_value(block, "lora_type") != "lycoris":
             self._add_warning(source_key, 'has an effect only with lora_type: "lycoris"')
             return
@@ -295,7 +299,7 @@ class SourceTranslator:
         self._source = outer_source
 
     def _read_attached_file(self, value: JSON, source_key: str) -> tuple[ConfigSource, JSON] | None:
-        """Another file that this one names, and what is in it; None: the problem is told."""
+        """Read and parse a file that the source refers to; None if that failed, which adds a problem."""
         if not isinstance(value, str) or not value:
             self._add_problem(source_key, f"{format_value(value)} is not the path of a file")
             return None
@@ -318,13 +322,15 @@ class SourceTranslator:
         dialect_keys = dataset_keys(dialect)
         key_path: KeyPath = ("datasets", index)
         if entry.get("disabled") is True or entry.get("disable") is True:
-            self._add_warning(source_key, "is disabled and left out")
+            self._add_warning(source_key, "is disabled and not used")
         elif entry.get("dataset_type") in CACHE_DATASET_TYPES:
-            self._add_warning(source_key, "describes a cache, not samples; only its cache_dir is read")
+            self._add_warning(source_key, "describes a cache, not samples; only its cache_dir is used")
             self._translate_cache_entry(entry, dialect_keys, source_key)
         elif entry.get("dataset_type") == "conditioning":
             self._add_problem(
-                f"{source_key}.dataset_type", '"conditioning" is not available; allowed: "image", "video", "audio"'
+                f"{source_key}.dataset_type",
+                '"conditioning" is not a dataset type; remove this entry, and in the dataset that it belongs to set '
+                "conditioning_dir (reference images) or mask_dir (masks), with files named like the samples",
             )
         else:
             self._dataset_count = max(self._dataset_count, index + 1)
@@ -341,14 +347,14 @@ class SourceTranslator:
                 self._add_problem(f"{source_key}.{name}", unknown_key_message(name, "datasets[]"))
 
     def _apply_inherited_values(self, inherited_values: Mapping[str, JSON], prefix: str) -> None:
-        """Give every dataset what the root says for all, where it says nothing itself."""
+        """Apply keys of the root that count for all datasets, to each dataset that does not set them."""
         block = {inherited_keys()[name.removeprefix("--")][1]: value for name, value in inherited_values.items()}
         for source_key, value in inherited_values.items():
             dialect, dataset_key = inherited_keys()[source_key.removeprefix("--")]
             if not self._dataset_count:
                 remedy = "" if self._source.is_file else f"; set datasets[0].{dataset_key}"
                 self._add_warning(
-                    prefix + source_key, f"has no effect: there is no dataset here that it could apply to{remedy}"
+                    prefix + source_key, f"has no effect: there is no dataset in this source to apply it to{remedy}"
                 )
             for index in range(self._dataset_count):
                 dialect_keys = dataset_keys(dialect)
@@ -369,7 +375,7 @@ class SourceTranslator:
         self.layer.warnings.append(WarningEvent(self._qualified_key(source_key), message))
 
     def _qualified_key(self, source_key: str) -> str:
-        """The name that was written, with the source where it is not the file that everybody thinks of."""
+        """The key for messages; prefixed with the source unless that is the configuration file."""
         is_main_file = self._source.is_file and self._source is self._main_source
         return source_key if is_main_file else f"{self._source.name}: {source_key}"
 
@@ -379,12 +385,12 @@ _DATASET_LIST_KEYS = ("datasets", "dataset", "data_backend", "data_backend_confi
 
 
 def _dataset_path(key_path: KeyPath) -> KeyPath:
-    """The dataset that a place is inside of; nothing elsewhere."""
+    """The path of the dataset that contains `key_path`; () outside datasets."""
     return key_path[:2] if key_path[:1] == ("datasets",) else ()
 
 
 def _unknown_key_message(name: str, block_path: KeyPath, dialect_path: str) -> str:
-    """What to say of an unknown key in our block at `at`, or in the foreign block `inside` where it is not ours."""
+    """The message for an unknown key in our block at `block_path`, else in the dialect's block `dialect_path`."""
     if key_paths.pattern(block_path) in key_paths.blocks():
         return unknown_key_message(name, key_paths.pattern(block_path))
     return unknown_key_message(name, key_paths.pattern(_dataset_path(block_path)), dialect_path)
@@ -403,7 +409,7 @@ def _nested_mapping(key_path: KeyPath, value: JSON) -> dict[str, JSON]:
 
 
 def iter_settings(tree: JSON, key_path: KeyPath = ()) -> Iterator[tuple[KeyPath, JSON]]:
-    """Every setting of a canonical tree with its place."""
+    """Every setting of a tree under our names, as (key path, value)."""
     if isinstance(tree, Mapping) and key_paths.setting_at(key_path) is None:
         for name, inner in tree.items():
             yield from iter_settings(inner, (*key_path, name))

@@ -1,1 +1,1 @@
-"""From staged bytes to batches: decoding, seeded changes, captions, and the batches ahead."""
+"""From staged bytes to batches: seeded augmentation and captions, decoding threads, and prefetch."""

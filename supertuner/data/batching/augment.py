@@ -1,6 +1,6 @@
-"""Which part of a sample is used and how it is changed: decided by pure functions of settings and chance, then applied.
+"""Augmentation: draws crop, flip and colour changes of a sample as a pure function of settings and SampleRng.
 
-All changes of colour are one affine map of RGB, so a pixel is rounded once whatever is combined, and every frame of a
+All colour changes are combined into one affine map of RGB, so that each pixel is rounded once, and every frame of a
 clip gets the same map.
 """
 
@@ -20,35 +20,35 @@ if TYPE_CHECKING:
     import torch
 
 AffineColourMap: TypeAlias = NDArray[np.float64]
-"""3 × 4: out = matrix[:, :3] @ rgb + matrix[:, 3], with colours from 0 to 1."""
+"""A 3 × 4 matrix: out = matrix[:, :3] @ rgb + matrix[:, 3], with colours from 0 to 1."""
 
 LUMA = np.array([0.299, 0.587, 0.114])
-"""Weights of grey in ITU-R BT.601, which JPEG uses."""
+"""Luma weights of ITU-R BT.601, which JPEG uses."""
 
 _TO_YIQ = np.array([LUMA, [0.596, -0.274, -0.322], [0.211, -0.523, 0.312]])
-"""The NTSC colour space, in which hue is an angle around the axis of grey."""
+"""RGB to YIQ, the NTSC colour space, in which hue is an angle around the grey axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class AugmentationParams:
-    """What happens to a sample in one turn."""
+    """The augmentation of a sample in one cycle."""
 
     flip: bool = False
     crop_x: float = 0.5
-    """Where the crop lies in what can be cut off: 0 left, 1 right."""
+    """Horizontal position of the crop within the available margin: 0 left, 1 right."""
     crop_y: float = 0.5
-    """0 top, 1 bottom."""
+    """Vertical position: 0 top, 1 bottom."""
     crop_time: float = 0.5
-    """Where the cut lies in time: 0 at the beginning, 1 at the end."""
+    """Position of the clip in time: 0 at the beginning, 1 at the end."""
     brightness: float = 1.0
     contrast: float = 1.0
     saturation: float = 1.0
     hue: float = 0.0
-    """In turns of the colour circle."""
+    """Rotation of hue, as a fraction of the full circle."""
 
 
 def draw_augmentation(augment: AugmentSettings, random_crop: bool, rng: SampleRng) -> AugmentationParams:
-    """The change that the settings and chance decide on. A random crop moves the cut in time too."""
+    """Draw the augmentation. A random crop also moves the clip in time."""
     max_shift = 1.0 if random_crop else augment.crop_jitter
     return AugmentationParams(
         flip=rng.uniform("flip") < augment.flip,
@@ -63,7 +63,7 @@ def draw_augmentation(augment: AugmentSettings, random_crop: bool, rng: SampleRn
 
 
 def colour_map(augmentation: AugmentationParams) -> AffineColourMap | None:
-    """Brightness, then contrast around middle grey, then saturation, then hue, as one map; None if nothing changes."""
+    """Brightness, then contrast around mid-grey, then saturation, then hue, as one map; None if it is the identity."""
     if (augmentation.brightness, augmentation.contrast, augmentation.saturation, augmentation.hue) == (
         1.0,
         1.0,
@@ -79,7 +79,7 @@ def colour_map(augmentation: AugmentationParams) -> AffineColourMap | None:
 
 
 def apply_colour_map(pixels_CHW: torch.Tensor, affine: AffineColourMap) -> None:
-    """Map the colours of a uint8 picture or clip (C first) in place; results beyond black and white are cut off."""
+    """Map the colours of a uint8 image or clip (channels first) in place, clamped to 0…255."""
     import torch
 
     matrix = torch.from_numpy(affine.astype(np.float32))
@@ -89,7 +89,7 @@ def apply_colour_map(pixels_CHW: torch.Tensor, affine: AffineColourMap) -> None:
 
 
 def _hue_rotation(turns: float) -> NDArray[np.float64]:
-    """A rotation around the axis of grey: greys stay as they are."""
+    """A rotation around the grey axis, which leaves greys unchanged."""
     if turns == 0:
         return np.eye(3)
     c, s = cos(2 * pi * turns), sin(2 * pi * turns)

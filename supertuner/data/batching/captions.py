@@ -1,4 +1,9 @@
-"""The caption of a sample in one turn: pure and seeded; choice, dropout, tag shuffling, then the trigger word."""
+"""Draws a sample's caption for a cycle: choice among several, dropout, tag shuffling, then the trigger word. Pure.
+
+`draw_caption` draws directly. The cache lists all captions that can occur (`possible_captions`), encodes each once, and
+later picks one by index (`choose_caption_index`): `possible_captions(...)[choose_caption_index(...)]` is the caption
+that `draw_caption` draws, except that cached shuffled tags repeat the order of an earlier cycle.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,14 @@ from supertuner.config.settings.data import CaptionSettings
 from supertuner.data.batching.sample_rng import SampleRng
 
 TRIGGER_PLACEHOLDER = "[trigger]"
+DROPPED_CAPTION = -1
+"""Returned by `choose_caption_index` if the caption is empty in this cycle."""
 
 
 def draw_caption(captions: Sequence[str], rules: CaptionSettings, rng: SampleRng) -> str:
-    """One caption out of a sample's; empty if it has none and there is no trigger word, or if it is dropped.
+    """One of a sample's captions; empty if it is dropped, or if there is neither a caption nor a trigger word.
 
-    A dropped caption is empty altogether, trigger word included: the model learns what it does without any prompt.
+    A dropped caption is completely empty, without the trigger word, so that the model also trains unconditionally.
     """
     if rng.uniform("caption dropout") < rules.dropout:
         return ""
@@ -31,8 +38,25 @@ def choose_caption(captions: Sequence[str], rules: CaptionSettings, rng: SampleR
     return captions[number].strip()
 
 
+def possible_captions(captions: Sequence[str], rules: CaptionSettings, rng: SampleRng | None = None) -> tuple[str, ...]:
+    """Every caption that a sample can have, except the dropped one. Shuffled tags need the `rng` of a cycle."""
+    usable = captions if rules.choose == "random" else captions[:1]
+    texts = [text.strip() for text in usable] or [""]
+    if rules.shuffle_tags:
+        assert rng is not None, "the order of shuffled tags depends on the cycle"
+        texts = [shuffle_tags(text, rules.tag_separator, rules.keep_tags, rng) for text in texts]
+    return tuple(apply_trigger_word(text, rules.trigger_word, rules.tag_separator) for text in texts)
+
+
+def choose_caption_index(count: int, rules: CaptionSettings, rng: SampleRng) -> int:
+    """Index, among `count` possible captions, of the one that a cycle uses, or DROPPED_CAPTION."""
+    if rules.dropout and rng.uniform("caption dropout") < rules.dropout:
+        return DROPPED_CAPTION
+    return rng.integer_below(count, "caption choice") if count > 1 else 0
+
+
 def shuffle_tags(text: str, separator: str, keep: int, rng: SampleRng) -> str:
-    """The tags in a new order (Fisher and Yates), the first `keep` in their places. Empty tags disappear."""
+    """Shuffle the tags (Fisher-Yates), except the first `keep`. Empty tags are removed."""
     tags = [tag.strip() for tag in text.split(separator)]
     tags = [tag for tag in tags if tag]
     for last in range(len(tags) - 1, keep, -1):
@@ -42,15 +66,15 @@ def shuffle_tags(text: str, separator: str, keep: int, rng: SampleRng) -> str:
 
 
 def apply_trigger_word(text: str, trigger: str | None, separator: str) -> str:
-    """The trigger word in the place of `[trigger]`, or in front unless the caption has it already."""
+    """Replace `[trigger]` by the trigger word, or put the word in front unless the caption contains it."""
     if not trigger:
         return text
     if TRIGGER_PLACEHOLDER in text:
         return text.replace(TRIGGER_PLACEHOLDER, trigger)
-    whole_word = rf"(?<!\w){re.escape(trigger)}(?!\w)"  # whole: "sks" is not in "she asks"
+    whole_word = rf"(?<!\w){re.escape(trigger)}(?!\w)"  # "she asks" does not contain the word "sks"
     return text if re.search(whole_word, text) else join_tags([trigger, text] if text else [trigger], separator)
 
 
 def join_tags(tags: Sequence[str], separator: str) -> str:
-    """Tags as people write them: `a, b`, but `a|b` and `a b`."""
+    """Join tags as people write them: `a, b`, but `a|b` and `a b`."""
     return (f"{separator} " if separator in (",", ";") else separator).join(tags)

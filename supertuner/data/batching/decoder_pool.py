@@ -1,7 +1,7 @@
-"""Batches: samples of one bucket in one tensor, made by several threads; the same whatever the number of threads.
+"""DecoderPool: threads that decode samples of one bucket into one tensor; results do not depend on their number.
 
-Decoders release Python's lock, so threads use all CPUs and write straight into the batch: no process, no copy between
-processes. Torch's own threads are turned off there, where they would only compete.
+Decoders release the GIL, so threads use all CPUs and write directly into the batch, without worker processes and
+without copies between them. Torch's intra-op threads are disabled in these threads, where they would only compete.
 """
 
 from __future__ import annotations
@@ -25,34 +25,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DecodedBatch:
+    """Samples of one bucket, decoded and augmented. Tuples have one element per sample."""
+
     bucket: Bucket
     media: torch.Tensor
-    """uint8 BCHW of pictures, uint8 BCFHW of clips, float32 BCT of sound."""
+    """uint8 [B, C, H, W] for images, uint8 [B, C, F, H, W] for clips, float32 [B, C, T] for audio."""
     captions: tuple[str, ...]
     dataset_indices: tuple[int, ...]
-    """For each sample its dataset's place in the corpus."""
+    """Index of the sample's dataset in the corpus."""
     sample_indices: tuple[int, ...]
-    """For each sample its number in its dataset."""
+    """Index of the sample in its dataset."""
     sample_keys: tuple[str, ...]
-    """For each sample its name in its dataset."""
+    """Name of the sample in its dataset."""
     positions: tuple[int, ...]
-    """For each sample its position in the order."""
+    """Position of the sample in the order."""
     cycles: tuple[int, ...]
-    """For each sample the turn that its changes and its caption were drawn for."""
+    """The cycle whose augmentation and caption were drawn."""
 
     def __len__(self) -> int:
         return len(self.positions)
 
 
 class PendingBatch:
-    """A batch in the making."""
+    """A batch that is being decoded."""
 
     def __init__(self, batch: DecodedBatch, row_futures: Sequence[Future[None]]) -> None:
         self._batch = batch
         self._row_futures = row_futures
 
     def result(self) -> DecodedBatch:
-        """The batch, when all its samples are there; the first sample's error if one could not be made."""
+        """Wait for the batch. Raises the error of the first sample that failed."""
         for row in self._row_futures:
             row.result()
         return self._batch
@@ -63,7 +65,7 @@ class PendingBatch:
 
 
 class DecoderPool:
-    """Threads that make batches of a corpus. A context manager: leaving it ends the threads."""
+    """Threads that decode batches of a corpus. A context manager whose exit ends the threads."""
 
     def __init__(self, corpus: Corpus, threads: int) -> None:
         self._corpus = corpus
@@ -71,7 +73,7 @@ class DecoderPool:
         self._pool = single_threaded_torch_pool(threads)
 
     def submit(self, micro_batch: MicroBatch) -> PendingBatch:
-        """Begin a batch and return at once. Samples are made in the order of the batches that were started."""
+        """Start decoding a batch and return immediately. Samples are decoded in the order of submission."""
         import torch
 
         draws, corpus = micro_batch.draws, self._corpus
@@ -102,11 +104,11 @@ class DecoderPool:
         return PendingBatch(batch, row_futures)
 
     def decode(self, micro_batch: MicroBatch) -> DecodedBatch:
-        """A batch, waited for."""
+        """Decode a batch and wait for it."""
         return self.submit(micro_batch).result()
 
     def close(self) -> None:
-        """End the threads; what they are in the middle of is finished, what has not begun is dropped."""
+        """End the threads: samples in progress are finished, pending ones are cancelled."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> DecoderPool:
@@ -119,10 +121,11 @@ class DecoderPool:
 
 
 def single_threaded_torch_pool(threads: int) -> ThreadPoolExecutor:
-    """Threads in which torch computes alone, while the rest of the process keeps its number of threads.
+    """A pool in whose threads torch uses one intra-op thread; other threads of the process keep their number.
 
-    Torch's setting is per thread once a thread has looked at it, and the number set last is what a new thread finds:
-    hence the look, the setting, and the restoring, in this order.
+    Torch's setting becomes local to a thread when the thread first reads it, and a new thread starts with the number
+    that was set last by any thread. Hence each pool thread first reads the number and then sets it to 1, and this
+    thread restores its own number after all pool threads have done so.
     """
     import torch
 

@@ -1,35 +1,84 @@
-"""Masks of pictures and clips: which places of a sample count, cropped and mirrored as the sample is.
+"""How much each sample, and each pixel of a sample, counts in the loss: weights from settings and files, and masks.
 
-A mask is a picture of its own in another folder, with the sample's name: white counts, black does not, grey in between.
-Of a clip it holds for every frame. Masks are not staged: each is read when its sample is used. What is wrong with one
-by its header is told before anything is computed.
+A mask is an image in another folder with its sample's name. White pixels count fully, black ones do not count, grey
+ones count partly; a clip's mask applies to every frame. A mask is cropped and flipped as its sample is. Masks are not
+staged: each is read when its sample is used. Masks with a broken header are refused before the run computes anything.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
+from supertuner.config.settings.data import CaptionSettings
 from supertuner.core.errors import BrokenMediaError, SourceError
 from supertuner.core.events import Sink, WarningEvent
 from supertuner.data.batching.render import augmentation_for_sample
-from supertuner.data.batching.resize import crop_and_resize, crop_box
 from supertuner.data.corpus import CorpusDataset
+from supertuner.data.corpus.sidecar_images import list_sidecar_images, read_image_size
 from supertuner.data.decode import raising_broken_media
+from supertuner.data.decode.resize import crop_and_resize, crop_box
 from supertuner.data.ordering.buckets import Bucket
-from supertuner.data.sidecar_images import list_sidecar_images, read_image_size
+from supertuner.data.sources import metadata
 from supertuner.data.sources.listing import first_names
 
 if TYPE_CHECKING:
     import torch
 
+MAX_WEIGHT = 1_000_000
+"""The same limit as `loss_weight` has: far larger weights overflow fp32, and the loss becomes infinite."""
 ASPECT_TOLERANCE = 0.02
-"""How far a mask's ratio of sides may be from its sample's: rounding of a smaller mask, no more."""
+"""How far a mask's aspect ratio may differ from its sample's, relatively: no more than rounding of a smaller mask."""
+
+
+def load_sample_weights(dataset: CorpusDataset) -> NDArray[np.float32] | None:
+    """One weight per sample: `loss_weight` times the weight in `loss_weights_file` (1 for a sample that the file does
+    not list). None if every sample has weight 1."""
+    settings = dataset.settings
+    if settings.loss_weights_file is None:
+        dataset_weight = settings.loss_weight
+        return None if dataset_weight == 1 else np.full(len(dataset.samples), dataset_weight, np.float32)
+    file, key_path = settings.loss_weights_file, f"datasets[{settings.id}].loss_weights_file"
+    columns = CaptionSettings(file_column=settings.captions.file_column, caption_column="weight")
+    try:
+        cells = metadata.parse_metadata(file, file.read_bytes(), columns).cells
+    except OSError as error:
+        raise SourceError(f"{key_path}: {file} cannot be read: {error.strerror}") from error
+    except SourceError as error:
+        requirement = (
+            f"it must be a .jsonl, .csv or .parquet file with the columns {columns.file_column!r} and 'weight'"
+        )
+        raise SourceError(f"{key_path}: {str(error).partition('; set captions.')[0]}; {requirement}") from error
+    weight_by_key = {os.path.splitext(name)[0]: _parse_weight(values, name, key_path) for name, values in cells.items()}
+    weights = np.ones(len(dataset.samples), np.float32)
+    matched_count = 0
+    for sample in range(len(weights)):
+        if (weight := weight_by_key.get(dataset.samples.key(sample))) is not None:
+            weights[sample], matched_count = weight, matched_count + 1
+    if not matched_count:
+        raise SourceError(f"{key_path}: no row of {file} names a sample, such as {dataset.samples.key(0)!r}")
+    return weights * np.float32(settings.loss_weight)
+
+
+def _parse_weight(cells: list[object], name: str, key_path: str) -> float:
+    try:
+        value = float(str(cells[0]))
+    except ValueError:
+        value = math.nan
+    if len(set(map(str, cells))) > 1 or not (0 <= value <= MAX_WEIGHT):
+        values_text = ", ".join(repr(cell) for cell in cells)
+        raise SourceError(
+            f"{key_path}: the weight of {name!r} is {values_text}; it must be one number from 0 to {MAX_WEIGHT:,}"
+        )
+    return value
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,14 +87,15 @@ class LossMasks:
 
     folder: str
     file_names: Mapping[str, str]
-    """Sample → name of its mask's file below the folder."""
+    """Key of a sample → name of its mask file below the folder."""
     min_weight: float
-    """What places count that the mask leaves out."""
+    """Weight of pixels that are black in the mask."""
     digest: str
-    """What the masks of all samples are known by: equal digests mean equal files."""
+    """Digest of the mask files of all samples: equal digests mean equal files."""
 
     def load_mask(self, seed: int, dataset: CorpusDataset, sample: int, cycle: int, bucket: Bucket) -> torch.Tensor:
-        """What each place of the sample counts as the batch shows it: fp32 HW from `floor` to 1; without a mask, 1."""
+        """Weight of each pixel of the sample as rendered in this cycle: fp32 [H, W] from `min_weight` to 1; all 1
+        without a mask."""
         import torch
 
         file_name = self.file_names.get(dataset.samples.key(sample))
@@ -55,17 +105,18 @@ class LossMasks:
 
         mask_path = os.path.join(self.folder, file_name)
         with raising_broken_media(f"mask {mask_path}"):
-            picture = decode_image(memoryview(Path(mask_path).read_bytes()))
-            height, width = picture.shape[:2]
+            image = decode_image(memoryview(Path(mask_path).read_bytes()))
+            height, width = image.shape[:2]
             _require_same_aspect(width, height, dataset, sample)
         augmentation = augmentation_for_sample(seed, dataset, sample, cycle)
         box = crop_box(width, height, bucket.width, bucket.height, augmentation.crop_x, augmentation.crop_y)
-        weights = crop_and_resize(picture, box, bucket.width, bucket.height, "area").float().mean(0) / 255
+        weights = crop_and_resize(image, box, bucket.width, bucket.height, "area").float().mean(0) / 255
         return self.min_weight + (1 - self.min_weight) * (weights.flip(-1) if augmentation.flip else weights)
 
 
 def find_loss_masks(dataset: CorpusDataset, sink: Sink) -> LossMasks | None:
-    """A dataset's masks, if it has any. Samples without one are told; a folder that fits none is refused."""
+    """A dataset's masks; None without `mask_dir`. Emits a warning about samples without a mask and masks without a
+    sample. Raises SourceError if no mask fits any sample, or if a mask is broken."""
     settings = dataset.settings
     if settings.mask_dir is None:
         return None
@@ -75,14 +126,14 @@ def find_loss_masks(dataset: CorpusDataset, sink: Sink) -> LossMasks | None:
     missing_keys = [key for key in keys if key not in names]
     if keys and len(missing_keys) == len(keys):
         raise SourceError(
-            f"{key_path}: none of the {len(names)} pictures in {folder} is named like a sample, such as {keys[0]!r}; "
-            "a mask has the name of its sample, whatever its ending"
+            f"{key_path}: none of the {len(names)} images in {folder} has the name of a sample, such as {keys[0]!r}; "
+            "a mask must have the name of its sample, with any extension"
         )
     if missing_keys:
         shown = first_names(missing_keys, len(missing_keys))
         sink.emit(
             WarningEvent(
-                key_path, f"{len(missing_keys)} of {len(keys)} samples have no mask, and all of each counts ({shown})"
+                key_path, f"{len(missing_keys)} of {len(keys)} samples have no mask; all their pixels count ({shown})"
             )
         )
     unused = sorted(names.keys() - set(keys))
@@ -102,18 +153,18 @@ def find_loss_masks(dataset: CorpusDataset, sink: Sink) -> LossMasks | None:
 
 
 def _require_valid_mask(key_path: str, file: str, dataset: CorpusDataset, sample: int) -> None:
-    """Refuse a mask now that its sample would stumble over, hours later."""
-    name = f"{key_path}: {file}"
+    """Raise SourceError now for a mask that would otherwise fail hours later, when its sample is used."""
+    label = f"{key_path}: {file}"
     try:
-        size = read_image_size(name, file)
-        with raising_broken_media(name):
+        size = read_image_size(label, file)
+        with raising_broken_media(label):
             _require_same_aspect(*size, dataset, sample)
     except BrokenMediaError as error:
-        raise SourceError(f"{error}; mend it, or remove it and all of its sample counts") from error
+        raise SourceError(f"{error}; repair it, or remove it so that its whole sample counts") from error
 
 
 def _require_same_aspect(width: int, height: int, dataset: CorpusDataset, sample: int) -> None:
     sample_aspect = float(dataset.samples.width[sample]) / float(dataset.samples.height[sample])
     if abs(width / height / sample_aspect - 1) > ASPECT_TOLERANCE:
         shape = f"{dataset.samples.width[sample]} × {dataset.samples.height[sample]}"
-        raise BrokenMediaError(f"is {width} × {height} and its sample {shape}: it covers another part")
+        raise BrokenMediaError(f"is {width} × {height}, its sample is {shape}: the aspect ratios differ")

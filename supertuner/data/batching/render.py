@@ -1,27 +1,52 @@
-"""One sample in one turn: its media, decoded and changed, written into its row of a batch, and its caption.
+"""Renders a sample for a cycle: decodes, crops, resizes and augments it into a row of a batch, and draws its caption.
 
-A function of the sample's bytes, its settings and chance; what else is in the batch, which thread does it and when
-make no difference.
+The result is a function of the sample's bytes, its settings and its SampleRng only. It does not depend on the rest of
+the batch, the thread, or the time.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import astuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from supertuner.config.settings.data import DatasetSettings
 from supertuner.core.types import MediaKind
 from supertuner.data.batching.augment import AugmentationParams, apply_colour_map, colour_map, draw_augmentation
 from supertuner.data.batching.captions import draw_caption
-from supertuner.data.batching.resize import crop_and_resize, crop_box
 from supertuner.data.batching.sample_rng import SampleRng
 from supertuner.data.corpus import CorpusDataset
 from supertuner.data.decode import raising_broken_media
 from supertuner.data.decode.image import RGBImage
-from supertuner.data.ordering.bucket_assignment import slice_metadata
+from supertuner.data.decode.resize import crop_and_resize, crop_box
 from supertuner.data.ordering.buckets import Bucket, frames_available
+from supertuner.data.ordering.sample_collection import slice_metadata
 
 if TYPE_CHECKING:
     import torch
+
+RENDER_VERSION = 1
+"""Part of every cache key. Increase it whenever decoding, resizing or augmentation gives different values for the same
+bytes and settings."""
+
+
+def transform_key_bytes(
+    settings: DatasetSettings, bucket: Bucket, augmentation: AugmentationParams, version: int = RENDER_VERSION
+) -> bytes:
+    """Everything that determines a rendered sample except the file's bytes, for its cache key: equal bytes mean equal
+    media. Names, paths, seeds and positions are not part of it."""
+    is_visual = bucket.kind is not MediaKind.AUDIO
+    parts = {
+        "version": version,
+        "kind": bucket.kind,
+        "shape": bucket.shape,
+        "sample_rate": bucket.sample_rate,
+        "filter": settings.resize_filter if is_visual else "",
+        "fps": settings.fps if bucket.kind is MediaKind.VIDEO else None,
+        "change": [float(value).hex() for value in astuple(augmentation)],
+    }
+    return json.dumps(parts, sort_keys=True).encode()
 
 
 def rng_for_sample(seed: int, dataset: CorpusDataset, sample: int, cycle: int) -> SampleRng:
@@ -39,19 +64,49 @@ def augmentation_for_sample(seed: int, dataset: CorpusDataset, sample: int, cycl
     return draw_augmentation(settings.augment, settings.crop == "random", rng_for_sample(seed, dataset, sample, cycle))
 
 
+class ImageFraming(NamedTuple):
+    """How a rendered image was cropped, in the order of SDXL's micro-conditioning (Podell et al. 2023, arXiv
+    2307.01952, section 2.2)."""
+
+    original_height: int
+    original_width: int
+    crop_top: int
+    """Rows cut off above the image, in pixels of the batch: as if the image had been resized first and then cropped."""
+    crop_left: int
+    target_height: int
+    target_width: int
+
+
+def framing_for_sample(seed: int, dataset: CorpusDataset, sample: int, cycle: int, bucket: Bucket) -> ImageFraming:
+    """The framing of what `render_sample` writes for the same arguments. A flipped image counts as flipped before it
+    was cropped."""
+    width, height = int(dataset.samples.width[sample]), int(dataset.samples.height[sample])
+    augmentation = augmentation_for_sample(seed, dataset, sample, cycle)
+    box = crop_box(width, height, bucket.width, bucket.height, augmentation.crop_x, augmentation.crop_y)
+    left = width - box.left - box.width if augmentation.flip else box.left
+    return ImageFraming(
+        original_height=height,
+        original_width=width,
+        crop_top=round(box.top * bucket.height / box.height),
+        crop_left=round(left * bucket.width / box.width),
+        target_height=bucket.height,
+        target_width=bucket.width,
+    )
+
+
 def render_sample(
     seed: int, dataset: CorpusDataset, sample: int, cycle: int, bucket: Bucket, out: torch.Tensor
 ) -> None:
-    """Write the sample into `row`, which has the bucket's shape. Bytes that do not decode are a BrokenMedia.
+    """Write the sample into `out`, which has the bucket's shape. Raises BrokenMediaError if the bytes do not decode.
 
-    Whoever changes what comes out of the same bytes and settings raises `RENDER_VERSION` (data/content_key.py).
+    A change to this function that gives different values for the same bytes and settings must increase RENDER_VERSION.
     """
     augmentation = augmentation_for_sample(seed, dataset, sample, cycle)
     if bucket.kind is MediaKind.AUDIO:
         _render_audio(dataset, sample, augmentation, bucket, out)
     elif bucket.kind is MediaKind.VIDEO:
-        for number, picture in enumerate(_decode_clip(dataset, sample, augmentation, bucket)):
-            _render_image(picture, dataset, augmentation, bucket, out[:, number])
+        for number, frame in enumerate(_decode_clip(dataset, sample, augmentation, bucket)):
+            _render_image(frame, dataset, augmentation, bucket, out[:, number])
     else:
         _render_image(_decode_still(dataset, sample, bucket), dataset, augmentation, bucket, out)
 

@@ -1,6 +1,6 @@
-"""Chance as a pure function: named draws that depend on seed, dataset, sample and turn, and on nothing else.
+"""Stateless random numbers per sample: each named draw is a hash of its name, seed, dataset, sample and cycle.
 
-A draw is a hash of its name, so the same on every thread, process and machine, and adding one moves no other.
+A draw is therefore the same on every thread, process and machine, and a new named draw does not change the others.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class SampleRng:
     dataset_id: str
     sample_key: str
     cycle: int
-    """The draw's cycle: with repeats 1 and weight 1 the epoch; more often drawn samples get a new turn each time."""
+    """How many times the sample was drawn before. Equals the epoch if repeats and weight are 1."""
 
     def uniform(self, name: str, index: int = 0) -> float:
-        """From [0, 1), with 53 random bits."""
+        """A float in [0, 1) with 53 random bits."""
         return (hash_key(name, index, self.seed, self.dataset_id, self.sample_key, self.cycle) >> 11) / (1 << 53)
 
     def uniform_between(self, low: float, high: float, name: str) -> float:
         return low + (high - low) * self.uniform(name)
 
     def integer_below(self, count: int, name: str, index: int = 0) -> int:
-        """From 0 to count - 1."""
+        """An integer from 0 to count - 1."""
         return min(int(self.uniform(name, index) * count), count - 1)

@@ -1,4 +1,4 @@
-"""Everything a run trains on: its datasets with their buckets, in one order."""
+"""Corpus: all datasets of a run with their buckets, and the order of their samples."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.core.events import SetAsideEvent
-from supertuner.data.ordering.bucket_assignment import no_bucket_reason, slice_metadata
+from supertuner.data.corpus.reference_images import ReferenceImages, find_reference_images
+from supertuner.data.ordering.bucket_assignment import no_bucket_reason
 from supertuner.data.ordering.bucket_members import BucketMembers, assign_buckets
+from supertuner.data.ordering.sample_collection import SampleCollection, slice_metadata
 from supertuner.data.ordering.sample_order import BucketGroup, SampleOrder, draws_per_epoch
-from supertuner.data.reference_images import ReferenceImages, find_reference_images
-from supertuner.data.samples import SampleCollection
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -22,10 +22,10 @@ class CorpusDataset:
     samples: SampleCollection
     members: BucketMembers
     references: ReferenceImages | None = None
-    """The pictures that its samples were made from, if it has them."""
+    """The reference images of its samples, for editing models; None if it has none."""
 
     def unassigned_samples(self) -> Iterator[SetAsideEvent]:
-        """Samples that fit no bucket, and why."""
+        """An event for each sample that fits no bucket, with the reason."""
         for sample in self.members.unassigned:
             row = slice_metadata(self.samples, int(sample), int(sample) + 1)
             yield SetAsideEvent(self.samples.id, self.samples.key(int(sample)), no_bucket_reason(self.settings, row, 0))
@@ -37,6 +37,10 @@ class Corpus:
     order: SampleOrder
     seed: int
 
+    def dataset_of_group(self, group: int) -> CorpusDataset:
+        """The dataset of a bucket group, given by its index in `order.groups`."""
+        return self.datasets[self.order.groups[group].dataset_index]
+
 
 def build_corpus(
     datasets: Sequence[tuple[DatasetSettings, SampleCollection]],
@@ -46,7 +50,7 @@ def build_corpus(
     drop_last: bool = False,
     assign: Callable[[DatasetSettings, SampleCollection], BucketMembers] = assign_buckets,
 ) -> Corpus:
-    """Put datasets in order. `members` finds a dataset's buckets: computed, or `shared_members` with a home."""
+    """Build the corpus. `assign` gives a dataset's buckets: `assign_buckets`, or `shared_bucket_members` with a home."""
     corpus_datasets = tuple(
         _corpus_dataset(settings, samples, assign(settings, samples)) for settings, samples in datasets
     )

@@ -1,4 +1,4 @@
-"""Pictures that lie in another folder under the samples' names: looked at before a run that reads them hours later."""
+"""Masks and reference images: files in another folder with the samples' names, checked before the run needs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from supertuner.data.sources.walk import walk_folder
 
 
 def list_sidecar_images(key_path: str, directory: Path) -> tuple[str, dict[str, str]]:
-    """The folder that the setting `place` names, and its pictures: by the name of their sample, their own."""
+    """The real path of the folder that the setting `key_path` names, and its images: sample's name → file name."""
     folder = os.path.realpath(directory)
     if not os.path.isdir(folder):
         raise SourceError(f"{key_path}: {directory} is not a folder")
@@ -22,7 +22,7 @@ def list_sidecar_images(key_path: str, directory: Path) -> tuple[str, dict[str, 
 
 
 def read_image_size(label: str, file: str) -> tuple[int, int]:
-    """Width and height of a picture by its header and structure; a BrokenMedia, with `name`, of a file that is none."""
+    """Width and height of an image, from its header. Raises BrokenMediaError, with `label`, if it is not an image."""
     try:
         with (
             open(file, "rb") as stream,
@@ -31,6 +31,6 @@ def read_image_size(label: str, file: str) -> tuple[int, int]:
             raising_broken_media(label),
         ):
             info = probe(payload, MediaKind.IMAGE)
-    except (OSError, ValueError) as error:  # a mapping of nothing is a ValueError
+    except (OSError, ValueError) as error:  # mapping an empty file raises ValueError
         raise BrokenMediaError(f"{label}: cannot be read: {error}") from error
     return info.width, info.height

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import floor
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.core.types import MediaKind
@@ -21,45 +18,9 @@ from supertuner.data.ordering.buckets import (
     frames_available,
     size_indices,
 )
+from supertuner.data.ordering.sample_collection import MediaMetadataSlice
 
 RGB_CHANNELS = 3
-
-
-class MediaMetadata(Protocol):
-    """What is known of samples before they are decoded, one array each; 0 where it has no meaning."""
-
-    @property
-    def width(self) -> Int32Array: ...
-    @property
-    def height(self) -> Int32Array: ...
-    @property
-    def frames(self) -> Int32Array: ...
-    @property
-    def fps(self) -> NDArray[np.float32]: ...
-    @property
-    def seconds(self) -> NDArray[np.float32]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class MediaMetadataSlice:
-    """The measures of some neighbouring samples."""
-
-    width: Int32Array
-    height: Int32Array
-    frames: Int32Array
-    fps: NDArray[np.float32]
-    seconds: NDArray[np.float32]
-
-
-def slice_metadata(metadata: MediaMetadata, begin: int, end: int) -> MediaMetadataSlice:
-    rows = slice(begin, end)
-    return MediaMetadataSlice(
-        metadata.width[rows],
-        metadata.height[rows],
-        metadata.frames[rows],
-        metadata.fps[rows],
-        metadata.seconds[rows],
-    )
 
 
 def bucket_table(settings: DatasetSettings) -> tuple[Bucket, ...]:

@@ -19,9 +19,9 @@ from supertuner.arena.format import ArenaLifetime
 from supertuner.arena.home import ArenaHome
 from supertuner.arena.reader import ArenaReader
 from supertuner.config.settings.data import DatasetSettings
-from supertuner.data.ordering.bucket_assignment import bucket_indices, bucket_table, slice_metadata
+from supertuner.data.ordering.bucket_assignment import bucket_indices, bucket_table
 from supertuner.data.ordering.buckets import NO_BUCKET, Bucket, Int32Array
-from supertuner.data.samples import SampleCollection
+from supertuner.data.ordering.sample_collection import SampleCollection, slice_metadata
 
 BLOCK_SAMPLES = 1 << 18
 """Samples assigned at once: small enough for the CPU's cache, large enough that numpy's cost per call vanishes."""

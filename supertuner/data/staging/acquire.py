@@ -1,16 +1,13 @@
-"""Who stages: the first process that asks builds the arena, the others wait for it and find it there."""
+"""Decides which process stages a dataset: the first one builds the arena, the others wait for it and attach to it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
-from supertuner.arena.arena_info import ArenaInfo
 from supertuner.arena.build import ArenaBuild
 from supertuner.arena.format import ArenaLifetime
 from supertuner.arena.home import ArenaHome
 from supertuner.arena.reader import ArenaReader, VerifyMode
-from supertuner.config.settings.data import DatasetSettings
 from supertuner.core.errors import ArenaBusyError, ArenaError, ArenaMissingError
 from supertuner.core.events import Progress
 
@@ -20,8 +17,11 @@ _POLL_S = 0.2
 def acquire_arena(
     home: ArenaHome, name: str, life: ArenaLifetime, verify: VerifyMode, progress: Progress
 ) -> ArenaBuild | ArenaReader:
-    """A build of our own, or the arena, validated and held. Waits as long as another process builds it."""
-    home.sweep()  # what has outlived its stated life is not used again; remains may hold the memory that we need now
+    """A reader of the existing arena, validated and locked, or a new build of it.
+
+    While another process builds the arena, this waits until that process finishes or dies.
+    """
+    home.sweep()  # removes expired arenas, which must not be reused, and leftovers that may hold the memory needed now
     reader = _try_attach(home, name, verify)
     if reader is not None:
         return reader
@@ -31,7 +31,7 @@ def acquire_arena(
 def _wait_for_builder(
     home: ArenaHome, name: str, life: ArenaLifetime, verify: VerifyMode, progress: Progress
 ) -> ArenaBuild | ArenaReader:
-    """Show how far the other process is, until it is done or gone."""
+    """Show the other process's progress until it finishes or dies."""
     shown_bytes = 0
     with progress.phase(f"waiting for another process that stages {name}") as phase:
         while (acquired := _try_acquire(home, name, life, verify)) is None:
@@ -42,18 +42,8 @@ def _wait_for_builder(
     return acquired
 
 
-def find_older_versions(arenas: Sequence[ArenaInfo], dataset: DatasetSettings, name: str) -> list[ArenaInfo]:
-    """Sealed arenas of the same dataset as it was before its files or settings changed.
-
-    Other projects of this node may use the same id: only what came from the same place is a version of this dataset.
-    """
-    expected_meta = {"dataset": dataset.id, "source": str(dataset.instance_data_dir)}
-    others = [arena for arena in arenas if arena.name != name and arena.state == "sealed"]
-    return [arena for arena in others if expected_meta.items() <= dict(arena.meta or {}).items()]
-
-
 def _try_attach(home: ArenaHome, name: str, verify: VerifyMode) -> ArenaReader | None:
-    """None if there is none yet. A damaged arena is an error with its remedy, not a reason to build."""
+    """None if the arena does not exist yet. A damaged arena raises its error; it is not rebuilt silently."""
     try:
         return home.attach(name, verify=verify)
     except ArenaMissingError:
@@ -63,7 +53,7 @@ def _try_attach(home: ArenaHome, name: str, verify: VerifyMode) -> ArenaReader |
 def _try_acquire(
     home: ArenaHome, name: str, life: ArenaLifetime, verify: VerifyMode
 ) -> ArenaBuild | ArenaReader | None:
-    """What is possible now; None if another process is building."""
+    """Attach or start a build without waiting; None if another process is building."""
     reader = _try_attach(home, name, verify)
     if reader is not None:
         return reader
@@ -73,5 +63,5 @@ def _try_acquire(
         return None
     except ArenaError:
         if any(arena.name == name and arena.state == "sealed" for arena in home.list_arenas()):
-            return None  # sealed between our two looks: the next one finds it
+            return None  # sealed between the attempt to attach and the attempt to build: the next call attaches
         raise

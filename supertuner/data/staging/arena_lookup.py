@@ -1,18 +1,27 @@
-"""What was staged from a source that is gone now: moved away, unmounted, removed. The arena holds all of it."""
+"""Finds a dataset's arenas: the home it is staged to, the arena of a source that is gone, and older versions."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from supertuner.arena.arena_info import ArenaInfo
-from supertuner.arena.home import ArenaHome
+from supertuner.arena.home import ArenaHome, default_home
 from supertuner.config.settings.data import DatasetSettings
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.data.staging.fingerprint import STAGED_VERSION, origin_digest
 
 
+def dataset_home_path(dataset: DatasetSettings, config: RunConfig) -> Path:
+    """The folder of the dataset's arena: in memory for `type: in_memory`, on a disk for `type: disk`."""
+    if dataset.type == "in_memory":
+        return config.arena.home or default_home()
+    return config.arena.disk_home or config.run.output_dir / "arenas"
+
+
 def is_source_gone(source: Path) -> bool:
-    """Nothing there, or an empty folder: that is what a mount point is while nothing is mounted."""
+    """Whether nothing is at this path, or only an empty folder, which is what an unmounted mount point looks like."""
     if not os.path.isdir(source):
         return not os.path.exists(source)
     with os.scandir(source) as entries:
@@ -20,7 +29,8 @@ def is_source_gone(source: Path) -> bool:
 
 
 def find_staged_arena(home: Path, dataset: DatasetSettings) -> ArenaInfo | None:
-    """The newest arena in `home` that was staged from this dataset's source with these settings, if that is gone."""
+    """The newest arena in `home` that was staged from this dataset's source with these settings, if the source is gone
+    now (moved, unmounted or removed). None if the source is there, or if there is no such arena."""
     source = dataset.instance_data_dir
     if source is None or not is_source_gone(source) or not home.is_dir():
         return None
@@ -31,8 +41,18 @@ def find_staged_arena(home: Path, dataset: DatasetSettings) -> ArenaInfo | None:
         "origin": origin_digest(dataset),
     }
     candidates = [
-        one
-        for one in ArenaHome(home).list_arenas()
-        if one.state == "sealed" and expected_meta.items() <= dict(one.meta or {}).items()
+        arena
+        for arena in ArenaHome(home).list_arenas()
+        if arena.state == "sealed" and expected_meta.items() <= dict(arena.meta or {}).items()
     ]
-    return max(candidates, key=lambda one: one.created or 0.0, default=None)
+    return max(candidates, key=lambda arena: arena.created or 0.0, default=None)
+
+
+def find_older_versions(arenas: Sequence[ArenaInfo], dataset: DatasetSettings, name: str) -> list[ArenaInfo]:
+    """Sealed arenas, other than `name`, that hold this dataset as it was before its files or settings changed.
+
+    Other projects on this node may use the same id, so only arenas staged from the same path count.
+    """
+    expected_meta = {"dataset": dataset.id, "source": str(dataset.instance_data_dir)}
+    others = [arena for arena in arenas if arena.name != name and arena.state == "sealed"]
+    return [arena for arena in others if expected_meta.items() <= dict(arena.meta or {}).items()]

@@ -109,7 +109,8 @@ def does_not_fit_message(
     about = "about " if estimated else ""
     return (
         f"datasets[{dataset}] does not fit: its {files} files need {about}{bytes_text(needed_bytes)}, and only "
-        f"{bytes_text(budget.nbytes)} {budget.bound_by}; {about}{bytes_text(needed_bytes - budget.nbytes)} are missing; "
+        f"{bytes_text(budget.nbytes)} {budget.bound_by}; {about}{bytes_text(needed_bytes - budget.nbytes)} are "
+        "missing; "
         f'{budget.remedy}, set in_memory.compression: "auto" if the files are not compressed yet, or use fewer (limit)'
     )
 

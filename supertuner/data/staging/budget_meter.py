@@ -1,20 +1,44 @@
-"""The bytes that staging has taken, checked against the budget before each file is stored; threads share one."""
+"""Measures the free memory or disk space for an arena, and meters what staging stores against its budget."""
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 
 from supertuner.core.errors import DoesNotFitError
 from supertuner.core.host import HostFacts
 from supertuner.core.types import MIB, bytes_text
-from supertuner.data.staging.budget import StagingBudget, does_not_fit_message, reserved_memory_bytes
+from supertuner.data.staging.budget import (
+    StagingBudget,
+    StagingCapacity,
+    does_not_fit_message,
+    file_system_type,
+    memory_limit_bytes,
+    reserved_memory_bytes,
+)
 
+_MEMORY_FILE_SYSTEMS = frozenset(("tmpfs", "ramfs"))
 _MEMORY_CHECK_BYTES = 64 * MIB
-"""Bytes between two looks at the machine's available memory: other programs take some, too."""
+"""Stored bytes between two checks of the machine's available memory, which other programs use, too."""
+
+
+def measure_capacity(home: Path, host: HostFacts, memory_limit_gb: float | None) -> StagingCapacity:
+    mounts = (host.root / "proc/self/mountinfo").read_text()
+    return StagingCapacity(
+        in_memory=file_system_type(mounts, os.path.realpath(home)) in _MEMORY_FILE_SYSTEMS,
+        free_bytes=host.free_bytes(home),
+        memory_total=host.memory_total(),
+        memory_available=host.memory_available(),
+        limit_bytes=memory_limit_bytes(memory_limit_gb),
+    )
 
 
 class BudgetMeter:
-    """Counts raw bytes seen and stored bytes taken. Crossing the budget is DoesNotFit, with an estimate of the rest."""
+    """Counts raw and stored bytes; all staging threads share one meter.
+
+    Raises DoesNotFitError, with an estimate of the missing bytes, as soon as a file would exceed the budget.
+    """
 
     def __init__(
         self,
@@ -25,7 +49,7 @@ class BudgetMeter:
         raw_total: int,
         overhead_bytes: int = 0,
     ) -> None:
-        """`taken`: what the arena takes beside the files."""
+        """`overhead_bytes` is what the arena stores besides the files. With `host`, free memory is checked, too."""
         self._dataset = dataset
         self._budget = budget
         self._host = host
@@ -38,7 +62,7 @@ class BudgetMeter:
         self.stored_bytes = overhead_bytes
 
     def charge(self, raw_bytes: int, nbytes: int) -> None:
-        """Count a file that is about to be stored; DoesNotFit if it must not be."""
+        """Count files that are about to be stored. Raises DoesNotFitError if they must not be stored."""
         with self._lock:
             self._raw_bytes += raw_bytes
             self.stored_bytes += nbytes
@@ -54,20 +78,20 @@ class BudgetMeter:
             self._require_memory()
 
     def refund(self, raw_bytes: int, nbytes: int) -> None:
-        """A counted file was not stored after all."""
+        """Subtract a counted file that was not stored after all."""
         with self._lock:
             self._raw_bytes -= raw_bytes
             self.stored_bytes -= nbytes
 
     def out_of_space_message(self, reason: str) -> str:
-        """The message for a file system that was full before the budget was used: others write to it, too."""
+        """Message for a file system that was full before the budget was used up, because other programs write to it."""
         return (
             f"datasets[{self._dataset}] stopped after {bytes_text(self.stored_bytes)}: {reason}; about "
             f"{bytes_text(self._forecast() - self.stored_bytes)} are missing"
         )
 
     def _forecast(self) -> int:
-        """What the whole dataset would take, by what it took so far."""
+        """Estimated stored bytes of the whole dataset, extrapolated from what is stored so far."""
         files = (self.stored_bytes - self._overhead_bytes) / max(1, self._raw_bytes) * self._total_raw_bytes
         return max(self.stored_bytes, self._overhead_bytes + int(files))
 
@@ -78,8 +102,8 @@ class BudgetMeter:
         reserved = reserved_memory_bytes(self._host.memory_total())
         if available < reserved:
             raise DoesNotFitError(
-                f"datasets[{self._dataset}] stopped after {bytes_text(self.stored_bytes)}: only {bytes_text(available)} of memory "
-                f"are still available, and {bytes_text(reserved)} are kept for other programs; about "
-                f"{bytes_text(self._forecast() - self.stored_bytes)} are missing; free memory, use fewer files (limit), "
-                'or set type: "disk"'
+                f"datasets[{self._dataset}] stopped after {bytes_text(self.stored_bytes)}: only "
+                f"{bytes_text(available)} of memory are still available, and {bytes_text(reserved)} are kept for "
+                f"other programs; about {bytes_text(self._forecast() - self.stored_bytes)} are missing; free memory, "
+                'use fewer files (limit), or set type: "disk"'
             )

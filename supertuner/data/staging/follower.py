@@ -1,6 +1,6 @@
-"""Staging on a node with many processes: the first stages, the others follow how far it is, and attach to the result.
+"""Staging on a node with several processes: the first one stages, the others show its progress and attach to its arena.
 
-Only the first lists the source: all of them work on what that one found.
+Only the first process lists the source, so that all processes use the same listing.
 """
 
 from __future__ import annotations
@@ -8,37 +8,37 @@ from __future__ import annotations
 from supertuner.arena.home import ArenaHome
 from supertuner.arena.node_peers import NodePeers
 from supertuner.arena.reader import VerifyMode
+from supertuner.arena.run_context import RunContext
 from supertuner.core.errors import ArenaMissingError
-from supertuner.core.events import Progress, ProgressPhase
-from supertuner.data.staged_dataset import StagedDataset
+from supertuner.core.events import ProgressPhase
+from supertuner.data.staging.staged_dataset import StagedDataset
 
 
 def announce_arena(peers: NodePeers, dataset: str, arena: str) -> None:
-    """The first process says which arena it is going to build or to reuse."""
+    """Called by the first process: publish the name of the arena that it is going to build or reuse."""
     peers.publish(f"{dataset} goes to", arena.encode())
 
 
 def announce_staged(peers: NodePeers, dataset: str, arena: str) -> None:
-    """The first process says that the arena is there, held by it, and found good."""
+    """Called by the first process: publish that the arena is complete, validated, and locked by it."""
     peers.publish(f"{dataset} is in", arena.encode())
 
 
-def follow_staging(
-    home: ArenaHome, dataset: str, verify: VerifyMode, peers: NodePeers, progress: Progress
-) -> StagedDataset:
-    """Attach to what the first process stages, as soon as it is there; PeerError if that process fails or is gone."""
-    with progress.phase(f"following the process of this node that stages {dataset}") as phase:
+def follow_staging(home: ArenaHome, dataset: str, verify: VerifyMode, context: RunContext) -> StagedDataset:
+    """Wait until the first process has staged the dataset, and attach to it. Raises PeerError if that process fails."""
+    peers = context.peers
+    with context.progress.phase(f"following the process of this node that stages {dataset}") as phase:
         arena_progress = _ArenaProgress(home, dataset, peers, phase)
         name = peers.wait_for(f"{dataset} is in", arena_progress.advance).decode()
     try:
         return StagedDataset.open(home, name, verify=verify)
     except ArenaMissingError:
-        peers.check_peers()  # it may have gone together with the first process
+        peers.check_peers()  # raises PeerError if the first process died and its arena with it
         raise
 
 
 class _ArenaProgress:
-    """How many bytes of the arena are there, for people who watch."""
+    """Shows how many bytes of the arena are stored."""
 
     def __init__(self, home: ArenaHome, dataset: str, peers: NodePeers, phase: ProgressPhase) -> None:
         self._home, self._dataset, self._peers, self._phase = home, dataset, peers, phase

@@ -16,28 +16,26 @@ from numpy.typing import NDArray
 from supertuner.arena.build import ArenaBuild
 from supertuner.arena.format import ArenaLifetime
 from supertuner.arena.home import ArenaHome, default_home
-from supertuner.arena.node_peers import NO_PEERS, NodePeers
 from supertuner.arena.reader import ArenaReader, VerifyMode
+from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.core import bulk_io as many
 from supertuner.core.errors import ArenaFullError, DoesNotFitError, SourceError
-from supertuner.core.events import DecisionEvent, MeasurementEvent, Progress, SetAsideEvent, Sink, WarningEvent
-from supertuner.core.host import HostFacts
+from supertuner.core.events import DecisionEvent, MeasurementEvent, SetAsideEvent, WarningEvent
 from supertuner.core.types import GIB, JSON, MIB, bytes_text
 from supertuner.data.sources import open_source
 from supertuner.data.sources.listing import DataSource, SkippedFile, SourceListing
-from supertuner.data.staged_dataset import SET_ASIDE_TABLE, StagedDataset
 from supertuner.data.staging import budget as fit
 from supertuner.data.staging import codec_trial as trial
-from supertuner.data.staging.acquire import acquire_arena, find_older_versions
-from supertuner.data.staging.budget_meter import BudgetMeter
-from supertuner.data.staging.capacity import measure_capacity
+from supertuner.data.staging.acquire import acquire_arena
+from supertuner.data.staging.arena_lookup import find_older_versions, find_staged_arena
+from supertuner.data.staging.budget_meter import BudgetMeter, measure_capacity
 from supertuner.data.staging.columns import CAPTION_INDEX, build_tables
 from supertuner.data.staging.compress import RAW_CODEC, CodecChoice
 from supertuner.data.staging.fingerprint import STAGED_VERSION, arena_name, dataset_fingerprint, origin_digest
 from supertuner.data.staging.follower import announce_arena, announce_staged
 from supertuner.data.staging.result import FormatFigures, StageResult, require_few_broken
-from supertuner.data.staging.reuse import find_staged_arena
+from supertuner.data.staging.staged_dataset import SET_ASIDE_TABLE, StagedDataset
 from supertuner.data.staging.thread_pool import ChunkThreadPool, split_chunks
 from supertuner.data.staging.worker import StageWorker, StagingJob
 
@@ -52,15 +50,12 @@ class DatasetStager:
     """Where datasets are staged on this node, and who is told about it."""
 
     home: ArenaHome
-    host: HostFacts
-    sink: Sink
-    progress: Progress
+    context: RunContext
+    """Its peers, if any, wait for this process to stage."""
     life: ArenaLifetime = "until_removed"
     verify: VerifyMode = "on_demand"
     library: Path | None = field(default_factory=many.find_native_library)
-    """What lets threads read small files at the same time, if it was built."""
-    peers: NodePeers = NO_PEERS
-    """Processes of this node that follow; this one stages for them."""
+    """The C library with which several threads can read small files at the same time; None if it was not built."""
 
     def stage(self, dataset: DatasetSettings, key_path: str = "") -> StageResult:
         """Stage `dataset`, or find it staged. An arena kept for "run" only ends here: use `open` to work with it.
@@ -70,7 +65,7 @@ class DatasetStager:
         result, staged = self.open(dataset, key_path)
         with staged:
             if result.reused and self.verify != "on_demand":
-                staged.verify(self.progress)
+                staged.verify(self.context.progress)
         return result
 
     def open(self, dataset: DatasetSettings, key_path: str = "") -> tuple[StageResult, StagedDataset]:
@@ -86,7 +81,7 @@ class DatasetStager:
         try:
             result = self._build_result(dataset, staged, began, name, reuse_reason)
             self._report(dataset, result, key_path)
-            announce_staged(self.peers, dataset.id, name)
+            announce_staged(self.context.peers, dataset.id, name)
         except BaseException:
             staged.close()
             raise
@@ -95,11 +90,11 @@ class DatasetStager:
     def _stage_from_source(self, dataset: DatasetSettings, key_path: str) -> tuple[StagedDataset, str, str]:
         """The dataset as its source is now, the arena's name, and why it was reused; "" for a fresh one."""
         source = open_source(dataset)
-        with self.progress.phase(f"listing {dataset.id}"):
+        with self.context.progress.phase(f"listing {dataset.id}"):
             fingerprint = dataset_fingerprint(dataset, source.fingerprint_parts())
         name = arena_name(dataset.id, fingerprint)
-        announce_arena(self.peers, dataset.id, name)
-        reader_or_build = acquire_arena(self.home, name, self.life, self.verify, self.progress)
+        announce_arena(self.context.peers, dataset.id, name)
+        reader_or_build = acquire_arena(self.home, name, self.life, self.verify, self.context.progress)
         if isinstance(reader_or_build, ArenaReader):
             return StagedDataset.from_reader(reader_or_build), name, "nothing has changed since it was staged"
         with reader_or_build as build:
@@ -134,16 +129,18 @@ class DatasetStager:
         """What the user should know of a dataset that is there now, fresh or reused."""
         name = f"datasets[{dataset.id}]"
         if not result.reused:
-            self.sink.emit(DecisionEvent(f"{name}.arena", result.arena, "staged: no arena held it as it is now"))
+            self.context.sink.emit(
+                DecisionEvent(f"{name}.arena", result.arena, "staged: no arena held it as it is now")
+            )
         else:
-            self.sink.emit(DecisionEvent(f"{name}.arena", f"{result.arena} reused", result.reuse_reason))
+            self.context.sink.emit(DecisionEvent(f"{name}.arena", f"{result.arena} reused", result.reuse_reason))
             self._warn_over_limit(dataset, result)
             for broken in result.set_aside:
-                self.sink.emit(broken)
+                self.context.sink.emit(broken)
             require_few_broken(dataset, result.set_aside, result.files, key_path)
         if result.without_caption and dataset.captions.source != "none":
             text = f"{result.without_caption} of {result.files} samples have no caption; they get an empty one"
-            self.sink.emit(WarningEvent(f"{name}.captions", text))
+            self.context.sink.emit(WarningEvent(f"{name}.captions", text))
         if result.older_arenas:
             names = " ".join(old for old, _ in result.older_arenas)
             versions = (
@@ -154,8 +151,8 @@ class DatasetStager:
             size = bytes_text(sum(nbytes for _, nbytes in result.older_arenas))
             home_option = "" if self.home.path == default_home() else f" --home {shlex.quote(str(self.home.path))}"
             text = f"{versions} still kept ({size}): `supertuner arena rm{home_option} {names}`"
-            self.sink.emit(WarningEvent(f"{name}.arena", text))
-        self.sink.emit(MeasurementEvent(f"{name}.staging", result.figures()))
+            self.context.sink.emit(WarningEvent(f"{name}.arena", text))
+        self.context.sink.emit(MeasurementEvent(f"{name}.staging", result.figures()))
 
     def _warn_over_limit(self, dataset: DatasetSettings, result: StageResult) -> None:
         """A limit bounds what is stored; what lies there already is not thrown away for it, but it is told."""
@@ -163,7 +160,7 @@ class DatasetStager:
         if dataset.type == "in_memory" and limit is not None and result.stored_bytes > limit:
             size, allowed = bytes_text(result.stored_bytes), bytes_text(limit)
             text = f"allows {allowed}, and the arena that is there already takes {size}; it is used all the same"
-            self.sink.emit(WarningEvent(f"datasets[{dataset.id}].in_memory.memory_limit_gb", text))
+            self.context.sink.emit(WarningEvent(f"datasets[{dataset.id}].in_memory.memory_limit_gb", text))
 
 
 class _StagingRun:
@@ -199,7 +196,7 @@ class _StagingRun:
     def _list_source(self) -> SourceListing:
         listing = self._source.list_items()
         for note in listing.notes:
-            self._stager.sink.emit(WarningEvent(self._name, note))
+            self._stager.context.sink.emit(WarningEvent(self._name, note))
         if not listing.items and not listing.skipped:
             notes = "".join(f"; {note}" for note in listing.notes)
             directory = self._dataset.instance_data_dir
@@ -225,7 +222,7 @@ class _StagingRun:
         meter = self._create_meter(listing, sizes, threads, sizes_known=not codecs)
         chunks = split_chunks(sizes, files=_CHUNK_FILES, nbytes=_CHUNK_BYTES)
         title = f"staging {self._dataset.id}"
-        with self._stager.progress.phase(title, items=len(sizes), nbytes=sum(sizes)) as phase:
+        with self._stager.context.progress.phase(title, items=len(sizes), nbytes=sum(sizes)) as phase:
             job = StagingJob(
                 self._dataset, self._source, listing, self._build, meter, codecs, phase, self._bulk_library()
             )
@@ -243,13 +240,13 @@ class _StagingRun:
         if sizes_known:
             needed_bytes = sum(map(fit.stored_bytes, sizes)) + overhead
             fit.require_fits(self._dataset.id, needed_bytes, len(sizes), budget)
-        host = self._stager.host if capacity.in_memory else None
+        host = self._stager.context.host if capacity.in_memory else None
         return BudgetMeter(self._dataset.id, budget, host, len(sizes), sum(sizes), overhead_bytes=overhead)
 
     def _measure_budget(self) -> tuple[fit.StagingCapacity, fit.StagingBudget]:
         """How much may be stored; says so where that is less than the user asked for."""
         settings = self._dataset.in_memory
-        capacity = measure_capacity(self._stager.home.path, self._stager.host, settings.memory_limit_gb)
+        capacity = measure_capacity(self._stager.home.path, self._stager.context.host, settings.memory_limit_gb)
         lowered = fit.lowered_memory_limit(capacity)
         if lowered is not None:
             text = f"is {settings.memory_limit_gb:g}, and this machine can give {bytes_text(lowered)}; lowered to that"
@@ -270,7 +267,7 @@ class _StagingRun:
 
     def _choose_threads(self) -> int:
         configured = self._dataset.in_memory.num_workers
-        threads = configured or min(MAX_THREADS, self._stager.host.cpus())
+        threads = configured or min(MAX_THREADS, self._stager.context.host.cpus())
         reason = "as configured" if configured else f"the CPUs this process may use, at most {MAX_THREADS}"
         self._decide("in_memory.num_workers", threads, reason)
         return threads
@@ -280,7 +277,7 @@ class _StagingRun:
         skipped: list[SkippedFile] = [*listing.skipped, *(one for worker in workers for _, one in worker.skipped)]
         broken = [SetAsideEvent(self._dataset.id, one.file, one.reason) for one in sorted(skipped)]
         for one in broken:
-            self._stager.sink.emit(one)
+            self._stager.context.sink.emit(one)
         return broken
 
     def _seal(self, listing: SourceListing, workers: Sequence[StageWorker], set_aside: Sequence[SetAsideEvent]) -> None:
@@ -311,10 +308,10 @@ class _StagingRun:
         )
 
     def _decide(self, setting: str, value: JSON, reason: str) -> None:
-        self._stager.sink.emit(DecisionEvent(f"{self._name}.{setting}", value, reason))
+        self._stager.context.sink.emit(DecisionEvent(f"{self._name}.{setting}", value, reason))
 
     def _warn(self, setting: str, text: str) -> None:
-        self._stager.sink.emit(WarningEvent(f"{self._name}.{setting}", text))
+        self._stager.context.sink.emit(WarningEvent(f"{self._name}.{setting}", text))
 
 
 def _json_column(value: JSON) -> NDArray[Any]:

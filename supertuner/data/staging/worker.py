@@ -15,16 +15,15 @@ from supertuner.core.bulk_io import BulkReader
 from supertuner.core.errors import BrokenMediaError
 from supertuner.core.events import ProgressPhase
 from supertuner.core.types import MIB, MediaKind
+from supertuner.data.decode import require_decodes
 from supertuner.data.probe import probe
 from supertuner.data.probe.media_info import MediaInfo
 from supertuner.data.sources.caption_parsing import MAX_CAPTION_BYTES
 from supertuner.data.sources.listing import DataSource, FileSpan, SkippedFile, SourceListing
-from supertuner.data.staged_dataset import MEDIA_FIELD
 from supertuner.data.staging.budget import stored_bytes
 from supertuner.data.staging.budget_meter import BudgetMeter
 from supertuner.data.staging.columns import StagedColumns
 from supertuner.data.staging.compress import RAW_CODEC, CodecChoice, compress
-from supertuner.data.staging.decode_check import require_decodes
 from supertuner.data.staging.result import FormatFigures
 from supertuner.data.staging.span_reader import (
     SpanBuffer,
@@ -34,6 +33,7 @@ from supertuner.data.staging.span_reader import (
     read_span,
     require_unchanged,
 )
+from supertuner.data.staging.staged_dataset import MEDIA_FIELD
 
 if TYPE_CHECKING:
     from supertuner.arena.build import ArenaBuild

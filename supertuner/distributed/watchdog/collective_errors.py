@@ -1,4 +1,4 @@
-"""Which errors say no more than that another process is not there any more."""
+"""Which errors mean only that another process is no longer there."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ TORCH_DISTRIBUTED_PREFIX = os.path.dirname(dist.__file__) + os.sep
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether a collective failed: the error, or what it came from, was raised inside torch.distributed. What fails
-    there for want of memory is this process's own."""
+    """Whether a collective failed: the error, or one of its causes, was raised inside torch.distributed.
+
+    An error there that reports too little memory is this process's own fault and does not count.
+    """
     return any(
-        isinstance(one, RuntimeError) and not _is_out_of_memory(one) and _from_collective(one)
-        for one in _cause_chain(error)
+        isinstance(cause, RuntimeError) and not _is_out_of_memory(cause) and _from_collective(cause)
+        for cause in _cause_chain(error)
     )
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Of host memory torch says so in words only."""
+    """For host memory, torch has no exception type: only the message says it."""
     return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 

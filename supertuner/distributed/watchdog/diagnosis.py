@@ -1,4 +1,15 @@
-"""Who of many processes is gone, stopped or hanging, from what each says of itself. Pure: reports in, a verdict out."""
+"""Which rank is gone, stopped or hanging, decided from the ranks' own reports. Pure: reports in, a verdict out.
+
+A collective stops all ranks when one of them does not arrive, so from outside all of them look stuck. The reports tell
+them apart: each rank says how long it has been idle and whether it waits for other ranks.
+
+    gone       its process has ended: known at once to the ranks of its node
+    silent     no new report: stopped, stuck outside of Python, or its node is cut off
+    hanging    it reports that it is idle and does not wait for other ranks: the others wait for it
+    deadlock   every rank is idle and waits: each entered a collective that the others do not
+
+Of several hanging or deadlocked ranks, those with the fewest finished steps are named: the others are ahead of them.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +23,28 @@ MAX_RANKS_NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What a process says of itself, at every beat."""
+    """What a process reports about itself at every beat."""
 
     rank: int
     local_rank: int
     host: str
-    """For people."""
+    """Host name, for messages."""
     node: str
-    """What processes that see each other's numbers have in common."""
+    """Identifies the PID namespace: ranks with equal values can look each other up by PID."""
     pid: int
     born: int
-    """When it was begun: numbers are given again."""
+    """Start time of the process in clock ticks: PIDs are reused."""
     beat: int = 0
     doing: str = ""
     step: int = 0
     idle_s: float = 0.0
-    """Since its last sign of life."""
+    """Seconds since its last sign of life."""
     waits: bool = False
-    """It is inside a collective, or waits for other processes in another way."""
+    """It is inside a collective, or waits for other ranks in another way."""
     where: str = ""
-    """In our code."""
+    """Innermost line of this package on the stack."""
     left: bool = False
-    """It is done and may go."""
+    """It has finished its work and may exit."""
 
     def label(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
@@ -44,7 +55,7 @@ class RankReport:
 
 
 class ProcessState(StrEnum):
-    """A process as its own node sees it."""
+    """The state of a process, as another process of the same node sees it."""
 
     ALIVE = "alive"
     GONE = "gone"
@@ -54,13 +65,13 @@ class ProcessState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ObservedRank:
-    """A process as another one sees it."""
+    """A rank as another rank sees it."""
 
     rank: int
     report: RankReport | None
-    """The last that it said; None: nothing yet."""
+    """Its last report; None if there was none yet."""
     silent_s: float
-    """Since anything new came from it."""
+    """Seconds since its last new report."""
     state: ProcessState
 
 
@@ -72,7 +83,7 @@ class WatchdogVerdict:
     local_rank: int
     node: str
     text: str
-    """Who, and what became of it."""
+    """Names the rank at fault and what happened to it."""
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -94,10 +105,13 @@ def report_from_bytes(content: bytes) -> RankReport:
 def diagnose(
     observed: Iterable[ObservedRank], timeout_s: float, *, silent_s: float | None = None
 ) -> WatchdogVerdict | None:
-    """What ends the job, if anything does. One that is gone is gone at once; all else has `timeout_s`, but for being
-    silent, `silent_s` where that is given."""
+    """The verdict that ends the job, or None if the job is fine.
+
+    A rank that is gone is reported at once. Everything else must last `timeout_s`; for silence, `silent_s` if given.
+    """
     all_ranks = list(observed)
     active_ranks = [rank for rank in all_ranks if rank.report is None or not rank.report.left]
+    # In order of certainty: a missing process is a fact, silence is nearly one, idle times need all reports.
     for one in active_ranks:
         if one.report is not None and one.state is ProcessState.GONE:
             return verdict_about(one.report, f"is gone: it was killed while {one.report.last_activity()}")
@@ -109,9 +123,10 @@ def diagnose(
     if hanging:
         return _stall_verdict(hanging, "hangs", "hang", "no sign of life")
     stuck = [r for r in reports if r.idle_s >= timeout_s and r.waits]
-    # One that is done counts: what it did last may just have ended a long wait of the others.
+    # Ranks that have finished count here: their last action may just have ended a long wait of the others, whose
+    # reports are older than that.
     if stuck and all(one.report is not None and one.report.idle_s >= timeout_s for one in all_ranks):
-        return _stall_verdict(stuck, "waits for the others", "wait for each other", "nothing came")
+        return _stall_verdict(stuck, "waits for the others", "wait for each other", "nothing arrived")
     return None
 
 
@@ -120,21 +135,21 @@ def verdict_about(report: RankReport, text: str) -> WatchdogVerdict:
 
 
 def _silence_verdict(observed: ObservedRank) -> WatchdogVerdict:
-    since = f"nothing was heard from it for {observed.silent_s:.0f} s"
+    since = f"no report for {observed.silent_s:.0f} s"
     if observed.report is None:
-        text = f"rank {observed.rank} has not come: {since}; see that it was started"
+        text = f"rank {observed.rank} did not join: {since}; check that it was started"
         return WatchdogVerdict(observed.rank, observed.rank, "", text)
     state_text = {
         ProcessState.STOPPED: "is stopped (SIGSTOP, or a debugger)",
         ProcessState.ALIVE: "hangs outside of Python",
-        ProcessState.ON_ANOTHER_NODE: "is gone, stopped, or cut off with its node",
+        ProcessState.ON_ANOTHER_NODE: "is gone, stopped, or its node is cut off",
         ProcessState.GONE: "is gone",
     }[observed.state]
     return verdict_about(observed.report, f"{state_text}: {since}; it was last {observed.report.last_activity()}")
 
 
 def _stall_verdict(reports: Sequence[RankReport], singular: str, plural: str, symptom: str) -> WatchdogVerdict:
-    """Those that are furthest behind: the others wait for them."""
+    """Names the ranks with the fewest finished steps: the others wait for them."""
     least_step = min(report.step for report in reports)
     furthest_behind = [report for report in reports if report.step == least_step]
     first, since = furthest_behind[0], f"{symptom} for {furthest_behind[0].idle_s:.0f} s"

@@ -1,6 +1,6 @@
-"""Signs of life of the thread that trains: what it is doing, and when it last came on.
+"""Signs of life of the training thread: what it is doing, and when it last made progress.
 
-They are given off by what happens anyway: events, progress, the passes of a window. Nobody waits for them to be read.
+They come from what happens anyway: events, progress updates, the passes of a window. Writing one never waits.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from supertuner.step.window import GradientReduction
 
 @dataclass(slots=True)
 class Heartbeat:
-    """Written by the thread that works, read by the one that watches; a torn read is a moment old, no more."""
+    """Written by the training thread, read by the watchdog's thread; a read between two writes is slightly old."""
 
     activity: str = "starting"
     step: int = 0
-    """Steps done: the same count in all processes."""
+    """Finished optimizer steps: the same count in all ranks."""
     marked_at_s: float = 0.0
-    """When it last came on, by the monotonic clock."""
+    """Time of the last sign of life, by the monotonic clock."""
     marks: int = 0
     in_window: bool = False
-    """In the passes of a window: there it comes on with each micro-batch, or it hangs. Elsewhere work that is silent
-    for long, a download, a compiler, is told from a hang by what it takes of the machine."""
+    """Whether a window's forward and backward passes run: there each micro-batch is a sign of life, and none means a
+    hang. Elsewhere work may be silent for long (a download, a compiler): CPU and I/O use tell it from a hang."""
 
     def mark(self, *, in_window: bool = False) -> None:
         self.marked_at_s, self.in_window = time.monotonic(), in_window
@@ -38,7 +38,7 @@ class Heartbeat:
 
 
 class HeartbeatSink:
-    """A sink whose events are signs of life."""
+    """A sink that records each event as a sign of life and passes it on."""
 
     def __init__(self, sink: Sink, heartbeat: Heartbeat) -> None:
         self._sink, self._heartbeat = sink, heartbeat
@@ -53,7 +53,7 @@ class HeartbeatSink:
 
 
 class HeartbeatProgress:
-    """Progress that is a sign of life, and says what is being done."""
+    """Progress that records each update as a sign of life, and phase titles as the current activity."""
 
     def __init__(self, progress: Progress, heartbeat: Heartbeat) -> None:
         self._progress, self._heartbeat = progress, heartbeat
@@ -82,21 +82,21 @@ class _HeartbeatPhase:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:  # a phase that failed stays what was being done
+        if error is None:  # after a failure, the phase stays the reported activity
             self._heartbeat.activity = self._previous_activity
         self._heartbeat.mark()
         self._phase.__exit__(kind, error, trace)
 
 
 class HeartbeatReduction:
-    """A reduction whose calls are signs of life: one for each micro-batch, and those at a window's end."""
+    """A gradient reduction that records calls as signs of life: one per micro-batch, and those at a window's end."""
 
     def __init__(self, reduction: GradientReduction, heartbeat: Heartbeat) -> None:
         self._reduction, self._heartbeat = reduction, heartbeat
 
     def begin_backward(self, is_last: bool) -> None:
         self._heartbeat.activity = "training"
-        self._heartbeat.mark(in_window=self._heartbeat.step > 0)  # the first window may wait for a compiler
+        self._heartbeat.mark(in_window=self._heartbeat.step > 0)  # torch.compile works in the first window
         self._reduction.begin_backward(is_last)
 
     def all_reduce(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:

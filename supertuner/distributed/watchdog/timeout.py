@@ -1,6 +1,7 @@
-"""A call that may never return, given so long and no longer.
+"""A time limit for calls that may never return.
 
-A store whose owner is stopped is asked for ever: torch's own limits hold only for keys that nobody sets.
+A call to a TCPStore whose server is stopped (SIGSTOP) does not return: torch's own timeouts only cover waiting for a
+key that no process sets.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ TICK_S = 0.5
 
 
 def call_with_timeout(seconds: float, call: Callable[[], Value]) -> Value:
-    """What the call returns or raises; TimeoutError if that takes longer. It is left behind then, in a thread that ends
-    with the process. Of the time that this process was stopped itself no more than a tick counts."""
+    """Return or raise what the call does; TimeoutError if that takes longer than `seconds`.
+
+    After a timeout the call goes on in a daemon thread, which ends with the process. Time during which this process is
+    stopped itself counts as one tick at most.
+    """
     future: Future[Value] = Future()
     threading.Thread(target=_run_into_future, args=(future, call), name="limited", daemon=True).start()
     while not wait([future], min(seconds, TICK_S)).done:
@@ -31,5 +35,5 @@ def call_with_timeout(seconds: float, call: Callable[[], Value]) -> Value:
 def _run_into_future(future: Future[Value], call: Callable[[], Value]) -> None:
     try:
         future.set_result(call())
-    except (RuntimeError, ValueError, SuperTunerError) as error:  # torch's of a store, and ours: for whoever waits
+    except (RuntimeError, ValueError, SuperTunerError) as error:  # torch's errors of a store, and ours: the caller's
         future.set_exception(error)

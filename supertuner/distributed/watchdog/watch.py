@@ -1,11 +1,12 @@
-"""A thread beside training that knows how the other processes are, and ends this one when the job cannot go on.
+"""A thread beside training that observes the other ranks, and ends this process when the job cannot go on.
 
-Each process writes a report into the store that all of them meet at, twice a second, and reads those of others. Who is
-gone, stopped or hanging becomes one verdict, the same for all (`verdict.py` decides). A process whose main thread
-cannot be reached, in a collective that will never end, is ended here: after a verdict none outlives a few seconds.
+Twice a second each process writes a report into the store that all ranks share, and reads the reports of others. A rank
+that is gone, stopped or hanging leads to one verdict, the same for all ranks (`diagnosis.py` decides). If the main
+thread is stuck in a collective that will never end, this thread ends the process: after a verdict no process lives
+longer than a few seconds.
 
-The store is the launcher's, and a launcher that is stopped is asked for ever. So a second thread, that asks nobody,
-looks at the first.
+The store belongs to the launcher, and a call to a stopped launcher never returns. Therefore a second thread, the guard,
+which never calls the store, checks that the first one still beats.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Self
 
 from torch.distributed.distributed_c10d import Store
 
@@ -33,41 +36,44 @@ from supertuner.distributed.watchdog.diagnosis import (
     RankReport,
     WatchdogVerdict,
     diagnose,
+    report_from_bytes,
     report_to_text,
     verdict_about,
 )
 from supertuner.distributed.watchdog.heartbeat import Heartbeat
 from supertuner.distributed.watchdog.liveness import LivenessMonitor
-from supertuner.distributed.watchdog.peer_reports import PeerReports
-from supertuner.distributed.watchdog.signals import TerminationSignals, termination_signal
 from supertuner.distributed.watchdog.timeout import call_with_timeout
 
 HEARTBEAT_S = 0.5
 GRACE_S = 3.0
-"""After a verdict: for the main thread to end by itself, by the error of a broken connection."""
+"""After a verdict: time for the main thread to end by itself, with the error of a broken connection."""
 CLEANUP_S = 6.0
-"""After an error of the main thread: for everything to be closed."""
+"""After an error of the main thread: time to close everything."""
 DIAGNOSIS_S = 5.0
-"""After a broken connection: to find out who is gone."""
+"""After a broken connection: time to find out which rank is gone."""
 SILENCE_S = 3.0
-"""And then, who has not been heard for so long is."""
+"""After a broken connection, a rank that was silent for this long counts as gone."""
+MAX_WATCHED_RANKS = 16
+"""How many other ranks each process observes; in larger jobs, the next ones by rank."""
 RESUME_HINT = "the next start goes on from the last checkpoint"
 STANDARD_ERROR = 2
 VERDICT_KEY = "watch/verdict"
 NO_RANK = -1
-"""Of the processes is to blame."""
+"""No rank is at fault."""
+TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that launchers pass on to all processes when one has failed; SIGHUP: their terminal was closed."""
+_NAME_BY_EXIT_CODE = {128 + number: number.name for number in TERMINATION_SIGNALS}
 
 
 class RankWatchdog:
-    """Of one process. `start`, and then `leave` or `failed`, by the main thread."""
+    """The watchdog of one process. The main thread calls `start`, and at the end `finish` or `handle_error`."""
 
     def __init__(
         self, store: Store, launch_env: LauncherEnvironment, heartbeat: Heartbeat, *, timeout_s: float
     ) -> None:
         self._store, self._launch_env, self._heartbeat = store, launch_env, heartbeat
-        self._stall_timeout_s = max(
-            timeout_s / 2, timeout_s - GRACE_S - CLEANUP_S - 2 * HEARTBEAT_S
-        )  # the end is within the time
+        # Shorter than `timeout_s` by what the end itself takes, so that the job is over within `timeout_s`.
+        self._stall_timeout_s = max(timeout_s / 2, timeout_s - GRACE_S - CLEANUP_S - 2 * HEARTBEAT_S)
         self._heartbeat_s = min(HEARTBEAT_S, timeout_s / 8)
         pid = os.getpid()
         self._identity = RankReport(
@@ -89,15 +95,18 @@ class RankWatchdog:
         )
         self._work_done, self._all_ranks_done, self._stopping = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._guard_thread = threading.Thread(target=self._run_guard, name="watch's guard", daemon=True)
+        self._guard_thread = threading.Thread(target=self._run_guard, name="watch guard", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
         self._guard_thread.start()
 
     def finish(self) -> None:
-        """All is done here. Nobody goes before all are done: a launcher ends the others when the first one goes with
-        anything but 0, and the store may be the first process's own."""
+        """Wait until all ranks are done. PeerError or SystemExit if one of them failed.
+
+        No rank leaves early: a launcher ends the others when the first one exits with anything but 0, and the store
+        may live in rank 0.
+        """
         self._work_done.set()
         while not self._all_ranks_done.wait(self._heartbeat_s / 4):
             if self._verdict_reached.is_set():
@@ -106,11 +115,14 @@ class RankWatchdog:
         verdict = self._verdict
         if verdict is not None and verdict.rank != NO_RANK and not self._all_ranks_done.is_set():
             raise self._peer_failure(verdict)
-        self._thread.join(HEARTBEAT_S)  # it may be in a call that never returns, and ends with the process then
+        self._thread.join(HEARTBEAT_S)  # a daemon: if it is in a call that never returns, it ends with the process
 
     def handle_error(self, error: BaseException) -> BaseException | None:
-        """The main thread ends with an error: tell the others, or learn from them why. What to raise instead, if it is
-        another process's fault. Whatever happens from here on, this process ends soon."""
+        """The main thread ends with `error`: report it to the other ranks, or find out which of them caused it.
+
+        Returns the error to raise instead, if another rank is at fault, else None. From here on this process ends
+        within CLEANUP_S, whatever the main thread does.
+        """
         signal_name = termination_signal(error)
         replacement: BaseException | None = None
         if signal_name or isinstance(error, PeerError) or is_collective_failure(error):
@@ -138,18 +150,18 @@ class RankWatchdog:
         if isinstance(error, PeerError):
             self._publish_from_main_thread(verdict_about(self._build_report(), f"failed: {_first_lines(error)}"))
             return None
-        reason = f"lost its connection to the others, and nobody said why: {_first_lines(error)}"
+        reason = f"lost its connection to the other ranks, and no rank reported why: {_first_lines(error)}"
         self._publish_from_main_thread(verdict_about(self._build_report(), reason))
         self._exit_soon(message := f"{self._identity.label()} {reason}; {RESUME_HINT}")
         return PeerError(message)
 
     def _reported_by_other_rank(self, failure: str) -> bool:
-        """What is wrong for all, another process has said; this one need not, if it is not its node's first."""
+        """Whether another rank has reported the same failure already. Local rank 0 prints it in any case."""
         verdict = self._verdict
         same_failure = verdict is not None and verdict.rank != self._launch_env.rank and verdict.text.endswith(failure)
         return same_failure and self._launch_env.local_rank > 0
 
-    # ------------------------------------------------------------------ the thread
+    # ── the watchdog's thread and its guard ──────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         try:
@@ -159,7 +171,7 @@ class RankWatchdog:
                     break
                 if self._stopping.wait(self._heartbeat_s / 4 if self._work_done.is_set() else self._heartbeat_s):
                     return
-        except RuntimeError as error:  # torch's, of a store that is not there
+        except RuntimeError as error:  # torch raises it when the store's server is gone
             if not self._stopping.is_set() and not self._verdict_reached.is_set():
                 self._handle_lost_store(f"is gone: {_first_lines(error)}", self._stall_timeout_s)
             return
@@ -169,20 +181,26 @@ class RankWatchdog:
         self._exit(self._verdict_message(self._verdict))
 
     def _run_guard(self) -> None:
-        """Half of the time is for the launcher to answer, the other half for saving."""
+        """End the run if the watchdog's thread hangs in a call to the store.
+
+        Half of the timeout is for the launcher to answer, the other half for saving.
+        """
         limit_s = left_s = self._stall_timeout_s / 2
         beat_count = 0
         while not self._stopping.wait(self._heartbeat_s) and not self._verdict_reached.is_set():
             if self._beat_count != beat_count:
                 left_s, beat_count = limit_s, self._beat_count
                 continue
-            left_s -= self._heartbeat_s  # however long that was: this process may have been stopped itself
+            left_s -= self._heartbeat_s  # not the clock's time: this process itself may have been stopped meanwhile
             if left_s <= 0:
-                self._handle_lost_store(f"has not answered for {limit_s:.0f} s: it is stopped, or cut off", limit_s)
+                self._handle_lost_store(
+                    f"has not answered for {limit_s:.0f} s: it is stopped, or the network is down", limit_s
+                )
                 return
 
     def _beat(self) -> None:
-        done = self._work_done.is_set()  # looked at once: nobody goes who has not told the others that it may
+        """Publish this rank's report, read those of others, and act on a verdict."""
+        done = self._work_done.is_set()  # read once: a rank may leave only after a report that says so
         self._liveness.beat()
         self._peers.add_elapsed(self._liveness.elapsed_s)
         report = self._build_report(left=done)
@@ -227,7 +245,7 @@ class RankWatchdog:
         )
 
     def _publish_verdict(self, verdict: WatchdogVerdict) -> WatchdogVerdict:
-        """What counts: the first verdict of all."""
+        """Returns the verdict that counts for all ranks: the first that any of them published."""
         stored = self._store.compare_set(VERDICT_KEY, "", verdict.to_text())
         return WatchdogVerdict.from_bytes(stored)
 
@@ -237,17 +255,18 @@ class RankWatchdog:
         self._verdict_reached.set()
 
     def _publish_from_main_thread(self, verdict: WatchdogVerdict) -> None:
-        """By the main thread."""
-        with suppress(RuntimeError, TimeoutError):  # a store that is gone has nobody left to tell
+        with suppress(RuntimeError, TimeoutError):  # without a store there is no rank left to report to
             self._verdict = self._verdict or call_with_timeout(DIAGNOSIS_S, lambda: self._publish_verdict(verdict))
             self._verdict_reached.set()
 
     def _handle_lost_store(self, problem: str, limit_s: float) -> None:
-        """The launcher of the first node ended without ending us, or is stopped, or that node is gone. Processes that
-        are whole save and stop, as if the launcher had passed on a signal; where they are not, the error of it comes by
-        itself."""
+        """The launcher of the first node ended without ending its processes, or is stopped, or its node is gone.
+
+        This process then saves and stops, as if the launcher had passed on SIGTERM. If it cannot, because ranks of the
+        lost node are missing, its next collective fails by itself.
+        """
         if self._work_done.is_set():
-            self._all_ranks_done.set()  # nobody can be asked any more: it went with its owner, who was done as well
+            self._all_ranks_done.set()  # the store ended with its owner, which was done as well
             return
         self._verdict = WatchdogVerdict(NO_RANK, NO_RANK, "", f"the launcher of the first node {problem}")
         self._verdict_reached.set()
@@ -256,23 +275,23 @@ class RankWatchdog:
         if not self._stopping.wait(limit_s):
             self._exit(self._verdict_message(self._verdict))
 
-    # ------------------------------------------------------------------ the end
+    # ── the end of the process ───────────────────────────────────────────────────────────────────────────────────
 
     def _verdict_message(self, verdict: WatchdogVerdict) -> str:
         return f"{verdict.text}; rank {self._launch_env.rank} ends with it, and {RESUME_HINT}"
 
     def _speaks_for_node(self, verdict: WatchdogVerdict) -> bool:
-        """One process of each node does: the first that is not the one it is about."""
+        """Whether this rank prints the verdict for its node: the lowest local rank that is not the one at fault."""
         about_first = verdict.node == self._identity.node and verdict.local_rank == 0
         return self._launch_env.local_rank == (1 if about_first else 0)
 
     def _peer_failure(self, verdict: WatchdogVerdict) -> BaseException:
-        """What ends this process for another one's fault."""
+        """The error that ends this process when another rank is at fault."""
         self._exit_soon(message := self._verdict_message(verdict))
         return PeerError(message) if self._speaks_for_node(verdict) else SystemExit(1)
 
     def _exit_soon(self, message: str) -> None:
-        """From here on this process has so long to close everything by itself, and to say why it ends."""
+        """Write the reason for torchrun, and end this process after CLEANUP_S if it has not ended by itself."""
         self._write_error_file(message)
         atexit.register(self._exit_reached.set)
         threading.Thread(target=self._exit_after_cleanup_time, args=(message,), name="end", daemon=True).start()
@@ -289,19 +308,64 @@ class RankWatchdog:
         os._exit(1)
 
     def _write_error_file(self, message: str) -> None:
-        """Where torchrun looks for the reason of a failure; it tells the first of them."""
+        """torchrun prints the message of the first rank that wrote its error file."""
         path = self._launch_env.error_file
         if path is not None and not path.exists():
             error_report = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
-            with suppress(OSError):  # it was said on screen; the launcher's own report is only kinder with it
+            with suppress(
+                OSError
+            ):  # the message is on the screen already; the file only improves the launcher's summary
                 path.write_text(json.dumps(error_report))
+
+
+class PeerReports:
+    """The last report of each other rank, how long it has been silent, and the state of its process on this node."""
+
+    def __init__(self, store: Store, own_report: RankReport, world_size: int) -> None:
+        self._store, self._own_report, self._world_size = store, own_report, world_size
+        self._reports: dict[int, RankReport] = {}
+        self._silent_s = dict.fromkeys(range(world_size), 0.0)
+
+    def add_elapsed(self, elapsed_s: float) -> None:
+        """Count this time as silence of every rank, until its next report is read."""
+        for rank in self._silent_s:
+            self._silent_s[rank] += elapsed_s
+
+    def observe(self, *, all_ranks: bool) -> list[ObservedRank]:
+        """Read the reports of the observed ranks, or of all."""
+        count = self._world_size - 1 if all_ranks else min(self._world_size - 1, MAX_WATCHED_RANKS)
+        ranks = [(self._own_report.rank + distance) % self._world_size for distance in range(1, count + 1)]
+        for rank in ranks:
+            self._read_report(rank)
+        return [ObservedRank(rank, self._reports.get(rank), self._silent_s[rank], self._state(rank)) for rank in ranks]
+
+    def kill_if_stopped(self, verdict: WatchdogVerdict) -> None:
+        """Kill the rank at fault if it is a stopped process of this node: launchers wait long for a stopped process."""
+        report = self._reports.get(verdict.rank)
+        if report is not None and self._state(verdict.rank) is ProcessState.STOPPED and not report.left:
+            with suppress(ProcessLookupError):  # it ended by itself
+                os.kill(report.pid, signal.SIGKILL)
+
+    def _read_report(self, rank: int) -> None:
+        key = f"watch/{rank}"
+        if rank in self._reports or self._store.check([key]):
+            report = report_from_bytes(self._store.get(key))
+            if rank not in self._reports or self._reports[rank].beat != report.beat:
+                self._silent_s[rank] = 0.0
+            self._reports[rank] = report
+
+    def _state(self, rank: int) -> ProcessState:
+        report = self._reports.get(rank)
+        if report is None or report.node != self._own_report.node:
+            return ProcessState.ON_ANOTHER_NODE
+        return ProcessState(processes.process_state(report.pid, report.born))
 
 
 @contextmanager
 def watch_ranks(
     store: Store, launch_env: LauncherEnvironment, heartbeat: Heartbeat, *, timeout_s: float
 ) -> Iterator[None]:
-    """While inside, the others are watched, and this process is watched by them."""
+    """Inside the block, this process observes the other ranks and they observe it."""
     own_store = _clone_store(store, timeout_s)
     watchdog = RankWatchdog(own_store, launch_env, heartbeat, timeout_s=timeout_s)
     with TerminationSignals() as signals:
@@ -309,7 +373,7 @@ def watch_ranks(
         try:
             yield
         except BaseException as error:
-            signals.ignore()  # it ends anyway, and not for a signal that follows
+            signals.ignore()  # a launcher sends SIGTERM next: the error must stay the reason
             replacement = watchdog.handle_error(error)
             if replacement is None:
                 raise
@@ -318,14 +382,14 @@ def watch_ranks(
 
 
 def _clone_store(store: Store, timeout_s: float) -> Store:
-    """The same store; its calls wait, and must not make those of others wait."""
+    """A second connection to the store: calls on one connection wait for each other."""
     try:
-        clone: Store = call_with_timeout(timeout_s, store.clone)  # type: ignore[attr-defined]  # torch's stubs do not know it
+        clone: Store = call_with_timeout(timeout_s, store.clone)  # type: ignore[attr-defined]  # missing in torch's stubs
     except TimeoutError as error:
         raise PeerError(
-            f"the launcher of the first node has not answered for {timeout_s:g} s; see that it runs"
+            f"the launcher of the first node has not answered for {timeout_s:g} s; check that it is running"
         ) from error
-    clone.set_timeout(timedelta(seconds=timeout_s))  # less would end a job whose launcher is slow once
+    clone.set_timeout(timedelta(seconds=timeout_s))  # a shorter one would end a job whose launcher is slow once
     return clone
 
 
@@ -335,6 +399,39 @@ def _first_lines(error: BaseException) -> str:
 
 
 def _print(text: str) -> None:
-    """Straight to the descriptor: the main thread may hold any lock."""
-    with suppress(OSError):  # nobody may be listening there
+    """Write to the descriptor itself: the main thread may hold the lock of sys.stderr."""
+    with suppress(OSError):  # stderr may be closed
         os.write(STANDARD_ERROR, f"{text}\n".encode())
+
+
+class TerminationSignals:
+    """Inside the block, SIGTERM and SIGHUP raise SystemExit in the main thread, unless they already have a handler."""
+
+    def __enter__(self) -> Self:
+        main = threading.current_thread() is threading.main_thread()
+        self._handled = [
+            number for number in TERMINATION_SIGNALS if main and signal.getsignal(number) is signal.SIG_DFL
+        ]
+        self._set_handler(_raise_system_exit)
+        return self
+
+    def ignore(self) -> None:
+        self._set_handler(signal.SIG_IGN)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._set_handler(signal.SIG_DFL)
+
+    def _set_handler(self, handler: object) -> None:
+        for number in self._handled:
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+def termination_signal(error: BaseException) -> str | None:
+    """The name of the signal whose handler raised this error; None for any other error."""
+    return _NAME_BY_EXIT_CODE.get(error.code) if isinstance(error, SystemExit) and isinstance(error.code, int) else None
+
+
+def _raise_system_exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

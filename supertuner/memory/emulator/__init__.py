@@ -1,1 +1,1 @@
-"""To be written."""
+"""A software superchip: a memory driver whose GPU is a model, for tests and forecasts."""

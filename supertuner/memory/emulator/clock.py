@@ -1,8 +1,10 @@
-"""The modelled clock of the software superchip: bytes over bandwidths, and batches of faults. Nothing here is measured.
+"""The modelled clock of the software superchip: bytes divided by bandwidths, and batches of page faults. Nothing is
+measured.
 
-One operation's parts follow one another: it waits for pages that are still on their way, services its faults, crosses
-the link, then uses memory at its own speed. Prefetches are asynchronous: the link works on while the clock stands, and
-whoever needs the pages, or synchronizes, waits. A cost whose figure is not known makes the time unknown, not shorter.
+The parts of one operation are sequential: it waits for pages in transit, services its faults, transfers over the link,
+then accesses memory at its bandwidth. Prefetches are asynchronous: the link continues while the clock stands, and an
+operation that needs the pages, or `synchronize`, waits. A cost whose figure is unknown makes the time unknown, not
+shorter.
 """
 
 from __future__ import annotations
@@ -14,22 +16,22 @@ from supertuner.memory.emulator.configuration import EmulatedMachine, EmulatorPa
 
 @dataclass(slots=True)
 class MemoryTraffic:
-    """What was moved and used, in bytes and counts: the figures that a plan is judged by."""
+    """Traffic in bytes and counts, by which a plan is evaluated."""
 
     to_device_bytes: int = 0
-    """Over the link towards the GPU: migrations and remote accesses."""
+    """Bytes over the link to the GPU: migrations and remote accesses."""
     to_host_bytes: int = 0
     gpu_bytes: int = 0
-    """Read or written by the GPU in its own memory."""
+    """Bytes that the GPU read or wrote in its own memory."""
     host_bytes: int = 0
     remote_bytes: int = 0
-    """Of the link's bytes, those that were used in place and not moved."""
+    """Of the link's bytes, those that were accessed in place and not migrated."""
     evicted_bytes: int = 0
-    """Of the bytes to the host, those that pressure sent there."""
+    """Of the bytes to the host, those evicted under memory pressure."""
     faulted_pages: int = 0
     fault_batches: int = 0
     counter_migrations: int = 0
-    """Blocks that followed their accesses."""
+    """Blocks that migrated because their access counter reached the threshold."""
 
 
 class EmulatorClock:
@@ -39,20 +41,20 @@ class EmulatorClock:
         self._to_device_free_at = self._to_host_free_at = 0.0
         self.traffic = MemoryTraffic()
         self.unknown_figures: set[str] = set()
-        """Figures that were needed and are not known for this machine."""
+        """Figures that were needed and are unknown for this machine."""
 
     @property
     def seconds(self) -> float | None:
-        """Modelled seconds since the machine was made; None once a cost came in whose figure is not known."""
+        """Modelled seconds since creation; None once a cost with an unknown figure occurred."""
         return None if self.unknown_figures else self._now
 
     @property
     def now(self) -> float:
-        """Where the clock stands; costs whose figure is not known are not in it (`unknown`)."""
+        """The current modelled time, without costs whose figure is unknown (`unknown_figures`)."""
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Time passes for another reason, such as computation; the link works on meanwhile."""
+        """Advance the clock for another reason, such as computation; the link works concurrently."""
         self._now += seconds
 
     def wait_until(self, time_s: float) -> None:
@@ -63,7 +65,7 @@ class EmulatorClock:
         self.wait_until(max(self._to_device_free_at, self._to_host_free_at))
 
     def service_faults(self, pages: int) -> None:
-        """Service the faults of so many pages."""
+        """Service the faults of this many pages."""
         if pages:
             batches = -(-pages // self._parameters.fault_batch_pages)
             self.traffic.faulted_pages += pages
@@ -71,13 +73,16 @@ class EmulatorClock:
             self._now += batches * self._parameters.fault_batch_s
 
     def transfer(self, to_device_bytes: int, to_host_bytes: int, not_before: float = 0.0) -> float:
-        """Begin to send bytes to the GPU and to the host as soon as the link is free, and not before `after`; when they
-        will have arrived."""
+        """Start transfers in both directions once the link is free, not before `not_before`; return their
+        arrival time.
+        """
         self.traffic.to_device_bytes += to_device_bytes
         self.traffic.to_host_bytes += to_host_bytes
         to_device_s = self._seconds_for(to_device_bytes, "to_device_bytes_s")
         to_host_s = self._seconds_for(to_host_bytes, "to_host_bytes_s")
         start_s = max(self._now, not_before)
+        # Duplex: each direction is a queue with its own end time, and an empty transfer leaves its queue unchanged.
+        # Half duplex: one queue for both directions, so their times add up.
         if self._parameters.duplex:
             self._to_device_free_at = (
                 max(start_s, self._to_device_free_at) + to_device_s if to_device_bytes else self._to_device_free_at

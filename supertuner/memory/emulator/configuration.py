@@ -1,6 +1,8 @@
-"""What the software superchip is told: a machine's figures, the parameters nobody has confirmed, the faults to play.
+"""Inputs of the software superchip: the machine's figures, the parameters that no source confirms, and the faults to
+inject.
 
-All of it is frozen data. `Figures.of` takes a row of `machines.py`; an unknown figure stays None, never zero.
+All of it is frozen data. `EmulatedMachine.from_spec` converts a row of `machines.py`; an unknown figure stays None,
+never zero.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ ERROR_CODES: Final = {
     "CUDA_ERROR_SYSTEM_NOT_READY": 802,
     "CUDA_ERROR_UNKNOWN": 999,
 }
-"""The refusals that the model gives or plays, with CUDA's numbers for them."""
+"""The errors that the model raises or injects, with CUDA's numbers for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedMachine:
-    """One GPU, the host memory next to it, and what the driver would say of them."""
+    """One GPU, the host memory next to it, and the properties that their driver would report."""
 
     name: str
     gpu_bytes: int
-    """On a one-pool machine: the pool."""
+    """On a one-pool machine, the size of the pool."""
     host_bytes: int | None = None
-    """None: not known, and then host memory does not run out."""
+    """None: unknown, and host memory never runs out."""
     gpu_read_bytes_s: float | None = None
     gpu_write_bytes_s: float | None = None
     host_bytes_s: float | None = None
@@ -42,22 +44,24 @@ class EmulatedMachine:
     to_host_bytes_s: float | None = None
     one_pool: bool = False
     ats: bool = False
-    """The GPU reads ordinary memory through the host's page tables, and the CPU reads the GPU's memory in place.
+    """The GPU reads ordinary memory through the host's page tables, and the CPU reads GPU memory in place.
 
-    Without it the GPU does not reach ordinary memory at all: Linux's HMM, which gives that to cards, is not modelled.
+    Without it the GPU cannot access ordinary memory at all: Linux HMM, which allows that on cards, is not modelled.
     """
     managed: bool = True
     concurrent: bool = True
-    """CPU and GPU may use managed memory at once. Linux since Pascal: yes."""
+    """CPU and GPU can use managed memory concurrently. True on Linux since Pascal."""
     block_bytes: int = 2 * MIB
     version: int = 13000
-    """Of the driver API."""
+    """Version of the driver API."""
 
     @classmethod
     def from_spec(cls, machine: MachineSpec) -> EmulatedMachine:
-        """The figures of a known machine. An NVIDIA driver is assumed, whoever made it."""
+        """The figures of a known machine. Assumes an NVIDIA driver, whatever the manufacturer."""
         if machine.gpu_bytes.value is None:
-            raise MemoryEngineError(f"{machine.title} has no GPU memory to model: {machine.gpu_bytes.source}")
+            raise MemoryEngineError(
+                f"{machine.title} has no GPU memory that could be modelled: {machine.gpu_bytes.source}"
+            )
         return cls(
             name=machine.title,
             gpu_bytes=int(machine.gpu_bytes.value),
@@ -74,39 +78,41 @@ class EmulatedMachine:
 
     @property
     def gpu_reads_host_memory(self) -> bool:
-        """The GPU uses ordinary memory of the process."""
+        """Whether the GPU can access ordinary memory of the process."""
         return self.ats or self.one_pool
 
     @property
     def migrates_pages(self) -> bool:
-        """There are two memories, and the driver may move managed pages between them at any time."""
+        """Whether there are two memories and the driver can migrate managed pages between them at any time."""
         return self.managed and self.concurrent and not self.one_pool
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatorParameters:
-    """What decides costs and policy and is in no specification. Each says what it rests on."""
+    """Parameters of costs and policy that no specification contains. Each states its basis."""
 
     fault_batch_s: float = 30e-6
-    """Servicing one batch of page faults. Unconfirmed: tens of microseconds is what is reported."""
+    """Seconds to service one batch of page faults. Unconfirmed: tens of microseconds are reported."""
     fault_batch_pages: int = 256
-    """Faults in a batch. The UVM driver's default for its batch; how many arrive together is up to the program."""
+    """Faults per batch. The default of the UVM driver; how many arrive together depends on the program."""
     counter_threshold: int = 256
-    """Remote accesses to a block after which its pages follow. The UVM driver's default."""
+    """Remote accesses to a block after which its pages migrate. The default of the UVM driver."""
     access_bytes: int = 128
-    """What one counted access moves: a cache line. Unconfirmed; it decides only how soon a counter fills."""
+    """Bytes of one counted access: a cache line. Unconfirmed; it only affects how soon a counter fills."""
     duplex: bool = False
-    """Both directions of the link at full speed at once. Unknown for every machine; False is the careful answer."""
+    """Whether both directions of the link run at full speed concurrently. Unknown for every machine; False is the
+    conservative choice.
+    """
     hits_refresh: bool = True
-    """Use of a page that is already on the GPU keeps it from eviction: true least-recently-used.
+    """Whether using a page on the GPU postpones its eviction: true least-recently-used order.
 
-    The driver does not see such uses, so on a real GPU the order may be that of arrival (False). Unconfirmed.
+    The driver does not observe such uses, so on a real GPU the order may be that of arrival (False). Unconfirmed.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """Refusals to play: `verb` of the seam fails as `name` from its `first` call on, `times` times."""
+    """An injected error: the driver method `verb` raises `name` from its `first` call on, `times` times."""
 
     verb: str
     name: str
@@ -117,13 +123,13 @@ class InjectedFault:
         assert self.name in ERROR_CODES, f"{self.name} is not among {', '.join(ERROR_CODES)}"
 
     def applies_to(self, call: int) -> bool:
-        """Whether the `call`-th call of the verb, from 1 on, is to fail."""
+        """Whether the `call`-th call of the method, counted from 1, fails."""
         return self.first <= call < self.first + self.times
 
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """All that will go wrong."""
+    """The errors to inject."""
 
     faults: tuple[InjectedFault, ...] = ()
 

@@ -1,7 +1,8 @@
-"""One pass of a processor over blocks of managed memory while the GPU is full: who leaves, and who is there at the end.
+"""Evicts least-recently-used blocks for one pass over managed memory while GPU memory is full.
 
-Counts only, so that a pass over a hundred gigabytes takes milliseconds; the pages themselves are moved afterwards, at
-once. Exactly least-recently-used, block by block: a block that is evicted before the pass reaches it must come back.
+Works on counts only, so that a pass over a hundred gigabytes takes milliseconds; the caller moves the pages afterwards
+in one step. Exactly least-recently-used per block: a block that is evicted before the pass reaches it must be
+transferred again.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from supertuner.memory.emulator.page_table import ON_GPU, MemoryRegion, PageNumb
 
 @dataclass(frozen=True, slots=True)
 class EvictionPass:
-    """Pages of one region, in order, as counts for each block that they are in."""
+    """Pages of one region in order, as counts per block."""
 
     region: MemoryRegion
     pages: PageNumbers
     blocks: list[int]
-    """Numbers in the region."""
+    """Block numbers within the region."""
     touched: list[int]
     missing: list[int]
-    """Of the touched, not on the GPU at the beginning."""
+    """Of the touched pages, those not on the GPU at the start."""
     from_host: list[int]
-    """Of the missing, those that are with the host: they cross the link."""
+    """Of the missing pages, those at the host, which cross the link."""
     ends: list[int]
     """Where each block's pages end in `pages`."""
 
@@ -47,27 +48,31 @@ class EvictionPass:
 @dataclass(slots=True)
 class SweepResult:
     free_pages: int
-    """Pages that are free on the GPU."""
+    """Free pages on the GPU."""
     blocks_done: int = 0
-    """How many blocks of the pass were done; fewer than all if there was no one left to evict."""
+    """Blocks of the pass that were handled; fewer than all if no block was left to evict."""
     to_device: int = 0
     to_host: int = 0
     arrived: int = 0
     evicted: dict[int, MemoryRegion] = field(default_factory=dict)
-    """Blocks, by their number in the address space, that left at least once."""
+    """Blocks that were evicted at least once, by their number in the address space."""
     resident_blocks: dict[int, int] = field(default_factory=dict)
-    """Blocks of the pass that are on the GPU at the end, and how many pages of each."""
+    """Blocks of the pass that are on the GPU at the end → their pages there."""
 
 
 def run_starts(numbers: PageNumbers) -> PageNumbers:
-    """Where each run of equal numbers begins."""
+    """The start of each run of equal numbers."""
     return np.concatenate(([0], np.flatnonzero(numbers[1:] != numbers[:-1]) + 1))
 
 
 def sweep_blocks(
     lru_blocks: OrderedDict[int, MemoryRegion], eviction_pass: EvictionPass, free_pages: int, hits_refresh: bool
 ) -> SweepResult:
-    """Play the pass on `recent`, which is brought up to date; pages and accounts are left to the caller."""
+    """Simulate the pass on `lru_blocks`, which is updated; page states and accounts are left to the caller.
+
+    `lru_blocks` is ordered from least to most recently used, so each step is O(1) per block: move the touched block to
+    the end, then evict from the front until its missing pages fit.
+    """
     region, base = eviction_pass.region, eviction_pass.region.first_block
     result = SweepResult(free_pages)
     evicted, resident_blocks = result.evicted, result.resident_blocks
@@ -77,14 +82,20 @@ def sweep_blocks(
         key = base + block
         was_resident = key in lru_blocks
         if key in evicted:
-            missing, from_host = touched, touched - (missing - from_host)  # what was never populated crosses no link
+            # The pass itself evicted this block, so all its touched pages are missing now, and all that were ever
+            # populated are at the host and cross the link.
+            missing, from_host = touched, touched - (missing - from_host)
         if was_resident and (hits_refresh or missing):
             lru_blocks.move_to_end(key)
         while result.free_pages < missing:
+            # The block itself is last in the order or not in it. If it comes first, or the order is empty, no other
+            # block is left, and the caller handles the rest.
             victim = next(iter(lru_blocks), key)
             if victim == key:
                 return result
             owner = lru_blocks.pop(victim)
+            # A block that this pass brought in has its count in `resident_blocks`; the region's own count is not
+            # updated yet.
             evicted_pages = (
                 resident_blocks.pop(victim)
                 if victim in resident_blocks

@@ -1,6 +1,6 @@
-"""What happens when a processor of the software superchip uses pages, or they are sent somewhere: rules, places, time.
+"""Uses and migrations of pages on the software superchip, combining the rules, the two memories and the clock.
 
-The rules say what a page does, the memories make room for it, the clock says how long it took.
+The rules determine what happens to a page, `PageResidency` makes room for it, the clock charges the time.
 """
 
 from __future__ import annotations
@@ -28,21 +28,25 @@ class PageMovement:
         self._residency, self._clock, self._page_bytes = residency, clock, page_bytes
 
     def reserve(self, nbytes: int) -> bool:
-        """Room on the GPU for good; managed memory that must leave for it travels now."""
+        """Reserve GPU memory permanently. Managed memory that must be evicted for it is transferred now. False: not
+        enough.
+        """
         moved = MoveCounts()
         enough = self._residency.reserve(nbytes, moved)
         self._clock.wait_until(self._transfer(moved))
         return enough
 
     def adopt_foreign_region(self, region: MemoryRegion) -> None:
-        """Memory that the process made and filled before anybody told the driver."""
+        """Add memory that the process allocated and filled before the driver saw it: all of it is at the host."""
         self._residency.add_region(region)
         region.state[:] = AT_HOST
         if not self._machine.one_pool:
             self._residency.host_used += region.pages * self._page_bytes
 
     def use(self, region: MemoryRegion, pages: slice, by_gpu: bool, write: bool, accesses: int | None) -> None:
-        """A processor uses every page of the run once, in order."""
+        """A processor uses every page of the run once, in order. `accesses` per page are counted; None: every cache
+        line.
+        """
         count = pages.stop - pages.start
         if region.kind is MemoryKind.DEVICE:
             self._use_device_memory(count, by_gpu, write)
@@ -55,7 +59,7 @@ class PageMovement:
             self._use_by_host(region, pages, write)
 
     def prefetch(self, region: MemoryRegion, pages: slice, to_gpu: bool) -> None:
-        """Send the run; the clock does not wait for it."""
+        """Start migrating the run; the clock does not wait."""
         if self._machine.one_pool:
             self._residency.populate_pool(region, pages)
             return
@@ -71,6 +75,8 @@ class PageMovement:
 
     def _use_by_gpu(self, region: MemoryRegion, pages: slice, write: bool, accesses: int | None) -> None:
         self._clock.wait_until(float(region.ready_s[region.blocks_of(pages)].max()))
+        # Fast paths for the two common cases, which need no masks: everything already on the GPU, and managed memory
+        # without advice.
         if region.kind is MemoryKind.MANAGED and bool((region.state[pages] == ON_GPU).all()):
             self._residency.mark_used(region, region.blocks_of(pages))
             self._use_memory(pages.stop - pages.start, True, write)
@@ -107,7 +113,12 @@ class PageMovement:
         self._charge_time(*page_use.page_counts(), moved, by_gpu=False, write=write)
 
     def _count_accesses(self, region: MemoryRegion, remote: PageNumbers, accesses: int | None) -> None:
-        """Remote accesses fill their block's counter; where it is full, the block's pages follow to the GPU."""
+        """Add remote accesses to their blocks' counters; a block whose counter is full migrates its host pages to the
+        GPU.
+
+        Models the access counters of Grace Hopper, which the UVM driver uses with `counter_threshold`. Pages that
+        prefer the host do not migrate.
+        """
         if not self._machine.ats:
             return
         accesses_per_page = self._page_bytes // self._parameters.access_bytes if accesses is None else accesses
@@ -125,12 +136,14 @@ class PageMovement:
         self._clock.wait_until(self._transfer(moved))
 
     def _charge_time(self, local: int, over_link: int, moved: MoveCounts, by_gpu: bool, write: bool) -> None:
-        """Faults, then the link, then memory itself. Pages that found no room were used over the link."""
+        """Charge the time of faults, then the link, then memory. Pages that found no room on the GPU were used over the
+        link.
+        """
         page = self._page_bytes
         self._clock.service_faults(moved.arrived)
         remote = (over_link + moved.unplaced) * page
         self._clock.traffic.remote_bytes += remote
-        towards_gpu = by_gpu != write  # the GPU reads, or the host writes: data flows to the GPU's side
+        towards_gpu = by_gpu != write  # if the GPU reads or the host writes, data flows to the GPU
         self._clock.wait_until(self._transfer(moved, remote if towards_gpu else 0, 0 if towards_gpu else remote))
         self._use_memory(local - moved.unplaced, by_gpu, write)
 

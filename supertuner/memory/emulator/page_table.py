@@ -1,6 +1,6 @@
-"""Pages of the software superchip as arrays: where each page of one allocation is, what was advised, what it holds.
+"""The page table of the software superchip: the location, advice and content of each page of one allocation, as arrays.
 
-No memory stands behind the contents: a page holds one value throughout, or exact bytes where it was partly written.
+Contents need no real memory: a page holds one repeated value, or exact bytes if it was partly written.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ AT_HOST: Final = 1
 ON_GPU: Final = 2
 """Bits of a page's state. Neither: not populated. Both: read-duplicated."""
 GARBAGE: Final = 0xDB
-"""What discarded pages hold: a reader of worthless contents should notice."""
+"""Content of discarded pages, so that a reader of undefined content notices."""
 
 PageMask: TypeAlias = NDArray[np.bool_]
 PageNumbers: TypeAlias = NDArray[np.int64]
 
 
 class PageContents:
-    """Bytes of one allocation, kept as a value per page."""
+    """The bytes of one allocation, stored as one value per page."""
 
     def __init__(self, pages: int, page_bytes: int) -> None:
         self._page_bytes = page_bytes
@@ -52,7 +52,7 @@ class PageContents:
         return page_bytes[begin : begin + nbytes].tobytes()
 
     def write(self, offset: int, content: bytes) -> None:
-        """Put bytes in; pages of one value are kept as that value."""
+        """Write bytes; a page of one repeated value is stored as that value."""
         size, end = self._page_bytes, offset + len(content)
         for page in range(offset // size, -(-end // size)):
             begin, stop = max(offset, page * size), min(end, (page + 1) * size)
@@ -63,15 +63,18 @@ class PageContents:
                 self._exact_page(page)[begin - page * size : stop - page * size] = part
 
     def copy_from(self, source: PageContents, target_offset: int, source_offset: int, nbytes: int) -> None:
-        """Page by page where both ranges cut pages alike, in small pieces where not."""
+        """Copy page by page if both ranges have the same offset within a page, otherwise in small pieces."""
         size = self._page_bytes
+        # Three parts: the partial page before the first page boundary, whole pages (only if source and target are
+        # equally aligned), and the rest. Whole pages copy one value per page and the few exact pages; the edges go
+        # through real bytes, 64 pages at a time to bound the temporary memory.
         lead = min(-source_offset % size, nbytes)
         whole_bytes = (nbytes - lead) // size * size if (source_offset - target_offset) % size == 0 else 0
         edges = [(0, lead), (lead + whole_bytes, nbytes)] if whole_bytes else [(0, nbytes)]
         if whole_bytes:
             target_page, source_page = (target_offset + lead) // size, (source_offset + lead) // size
             copied = {p: bytes(b) for p, b in source._exact_pages.items() if 0 <= p - source_page < whole_bytes // size}
-            self.fill(target_page * size, whole_bytes, 0)  # forgets what was partly written there
+            self.fill(target_page * size, whole_bytes, 0)  # drops exact pages in the target
             self._values[target_page : target_page + whole_bytes // size] = source._values[
                 source_page : source_page + whole_bytes // size
             ]
@@ -82,7 +85,7 @@ class PageContents:
                 self.write(target_offset + offset, piece)
 
     def _partial_pages(self, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
-        """The pages that a range covers only in part, with the range inside each."""
+        """The pages that a range covers only partly, with the covered range inside each."""
         size, end = self._page_bytes, offset + nbytes
         edges = {offset // size, (end - 1) // size}
         pieces = [(p, max(offset - p * size, 0), min(end - p * size, size)) for p in sorted(edges)]
@@ -95,7 +98,7 @@ class PageContents:
 
 
 class MemoryRegion:
-    """One allocation, or one block of memory that the process has from elsewhere."""
+    """One allocation, or one block of memory that the process allocated elsewhere."""
 
     def __init__(self, kind: MemoryKind, span: AddressRange, page_bytes: int, block_bytes: int) -> None:
         self.kind, self.span = kind, span
@@ -103,7 +106,7 @@ class MemoryRegion:
         self.pages = -(-span.nbytes // page_bytes)
         self.block_pages = block_bytes // page_bytes
         self.first_block = span.address // block_bytes
-        """Number of its first block in the whole address space: a name for a block that no other region shares."""
+        """Number of its first block in the address space, which identifies its blocks uniquely among all regions."""
         blocks = -(-self.pages // self.block_pages)
         self.state = np.zeros(self.pages, np.uint8)
         self.preferred = np.zeros(self.pages, np.int16)
@@ -111,20 +114,20 @@ class MemoryRegion:
         self.accessed = np.zeros(self.pages, np.uint8)
         self.read_mostly = np.zeros(self.pages, np.bool_)
         self.advised = False
-        """Some advice was ever given: without it the arrays above need not be looked at."""
+        """Whether any advice was ever set; if not, the arrays above need not be read."""
         self.gpu_pages = np.zeros(blocks, np.int32)
         self.counters = np.zeros(blocks, np.int64)
         self.ready_s = np.zeros(blocks, np.float64)
-        """When the last prefetch of a block arrives, by the modelled clock."""
+        """Modelled time at which the last prefetch of each block arrives."""
         self.contents = PageContents(self.pages, page_bytes)
 
     def pages_touching(self, span: AddressRange) -> slice:
-        """The pages that a range touches: rounded outward, as the driver documents for hints."""
+        """The pages that a range touches, rounded outward, as the driver documents for hints."""
         first = (span.address - self.span.address) // self.page_bytes
         return slice(first, -(-(span.end - self.span.address) // self.page_bytes))
 
     def pages_inside(self, span: AddressRange) -> slice:
-        """The pages that lie wholly in a range. The end of the allocation ends its last page."""
+        """The pages completely inside a range. The end of the allocation completes its last page."""
         first = -(-(span.address - self.span.address) // self.page_bytes)
         last = (span.end - self.span.address) // self.page_bytes
         if span.end == self.span.end:
@@ -144,14 +147,14 @@ class MemoryRegion:
 
 @dataclass(frozen=True, slots=True)
 class RegionRange:
-    """Part of a request that lies in one region."""
+    """The part of a request inside one region."""
 
     region: MemoryRegion
     span: AddressRange
 
 
 def location_code(location: MemoryLocation) -> int:
-    """A home as a small number; 0 is kept for none."""
+    """A location as a small number; 0 means none."""
     if isinstance(location, GpuLocation):
         return location.device + 1
     return -2 - location.node if isinstance(location, HostNumaLocation) else -1

@@ -1,8 +1,9 @@
-"""Who moves when a page is used: pure functions from the pages' state and advice to what happens to each page.
+"""Rules for the use of a page: from its state and advice to what happens to it; and how advice is set and read back.
 
-The rules are CUDA's documentation of cuMemAdvise and of managed memory, and reports of system memory on ATS machines:
-managed pages come to the processor that faults on them, unless advice says otherwise and a mapping is possible; system
-pages are placed where they are first touched, are read in place over the link, and follow the GPU's access counters.
+The rules follow CUDA's documentation of cuMemAdvise and of managed memory, and reports about system memory on ATS
+machines: a managed page migrates to the processor that faults on it, unless advice says otherwise and it can be mapped;
+a system page is placed where it is first touched, is read in place over the link, and follows the GPU's access
+counters.
 """
 
 from __future__ import annotations
@@ -31,38 +32,44 @@ ACCESSED_BY_GPU = 2
 
 @dataclass(frozen=True, slots=True)
 class PageUse:
-    """What the use of a run of pages does to them, as masks over the run."""
+    """What using a run of pages does to each of them, as masks over the run."""
 
     local: PageMask
-    """Used where they are, by the processor they belong to."""
+    """Used in the memory of the processor that uses them."""
     remote: PageMask
-    """Used in place over the link, which counts as an access."""
+    """Used in place over the link, which counts as a remote access."""
     arriving: PageMask
-    """Must be with the user afterwards: moved, copied or populated there."""
+    """Must be in the user's memory afterwards: migrated, copied or populated there."""
     duplicated: PageMask
-    """Of `arrive`, those that keep their copy on the other side."""
+    """Of `arriving`, those that keep their copy on the other side."""
     populated_remotely: PageMask
-    """Populated on the other side, because they prefer it, and used over the link."""
+    """Populated on the other side because that is their preferred location, and used over the link."""
 
     def page_counts(self) -> tuple[int, int]:
-        """Pages used where they are or arrive, and pages used over the link."""
+        """(pages used locally or arriving, pages used over the link)."""
         local, over_link = self.local | self.arriving, self.remote | self.populated_remotely
         return int(np.count_nonzero(local)), int(np.count_nonzero(over_link))
 
 
 def gpu_page_use(machine: EmulatedMachine, region: MemoryRegion, pages: slice, write: bool) -> PageUse:
-    """The GPU uses pages of managed or system memory on a machine with two memories."""
+    """The effect of the GPU using managed or system pages, on a machine with two memories."""
     state = region.state[pages]
     populated = state != 0
     resident = (state & ON_GPU) != 0
     on_other_side = populated & ~resident
     no_pages = np.zeros_like(resident)
     if region.kind is MemoryKind.SYSTEM:
+        # First touch places an unpopulated page on the GPU unless it prefers the host. A page at the host is read in
+        # place over the link (ATS) until its access counter reaches the threshold (`PageMovement._count_accesses`).
         prefers_host = region.preferred[pages] < 0
         return PageUse(resident, on_other_side, ~populated & ~prefers_host, no_pages, ~populated & prefers_host)
     if not region.advised:
+        # Without advice every absent managed page faults and migrates.
         return PageUse(resident, no_pages, ~resident, no_pages, no_pages)
     read_duplicated = region.read_mostly[pages] & machine.concurrent
+    # cuMemAdvise: a faulting processor maps a page at its preferred location, or one that is advised ACCESSED_BY,
+    # instead of migrating it. READ_MOSTLY takes precedence: reads duplicate the page, and a write reduces it to one
+    # copy (`keep_only_on_gpu`).
     prefers_host = (region.preferred[pages] < 0) & ~read_duplicated
     mapped = ((region.accessed[pages] & ACCESSED_BY_GPU) != 0) & ~read_duplicated
     remote = on_other_side & (prefers_host | mapped)
@@ -72,15 +79,16 @@ def gpu_page_use(machine: EmulatedMachine, region: MemoryRegion, pages: slice, w
 
 
 def host_page_use(machine: EmulatedMachine, region: MemoryRegion, pages: slice, write: bool) -> PageUse:
-    """The host uses pages of managed or system memory on a machine with two memories."""
+    """The effect of the host using managed or system pages, on a machine with two memories."""
     state = region.state[pages]
     populated = state != 0
     resident = (state & AT_HOST) != 0
     on_other_side = populated & ~resident
     no_pages = np.zeros_like(resident)
-    if region.kind is MemoryKind.SYSTEM:  # what went to the GPU is read there, and does not come back
+    if region.kind is MemoryKind.SYSTEM:  # pages on the GPU are read there, and do not come back
         return PageUse(resident, on_other_side, ~populated, no_pages, no_pages)
     read_duplicated = region.read_mostly[pages] & machine.concurrent
+    # With ATS the CPU accesses GPU memory in place; without it the page must migrate to the host.
     remote = on_other_side & ~read_duplicated if machine.ats else no_pages
     elsewhere = ~populated & (region.preferred[pages] > 0) if machine.ats else no_pages
     arrive = ~resident & ~remote & ~elsewhere
@@ -88,7 +96,7 @@ def host_page_use(machine: EmulatedMachine, region: MemoryRegion, pages: slice, 
 
 
 def set_advice(region: MemoryRegion, pages: slice, advice: MemoryAdvice, location: MemoryLocation) -> None:
-    """Note it. No advice moves a page by itself."""
+    """Record the advice. No advice moves a page by itself."""
     region.advised = True
     if advice is MemoryAdvice.PREFERRED_LOCATION:
         region.preferred[pages] = location_code(location)
@@ -101,7 +109,9 @@ def set_advice(region: MemoryRegion, pages: slice, advice: MemoryAdvice, locatio
 def unset_advice(
     memories: PageResidency, region: MemoryRegion, pages: slice, advice: MemoryAdvice, location: MemoryLocation
 ) -> None:
-    """Take it back. The location is ignored but for ACCESSED_BY; without READ_MOSTLY copies become one."""
+    """Remove advice. The location only matters for ACCESSED_BY. Without READ_MOSTLY, the copies of a page
+    become one.
+    """
     if advice is MemoryAdvice.PREFERRED_LOCATION:
         region.preferred[pages] = 0
     elif advice is MemoryAdvice.ACCESSED_BY:
@@ -109,13 +119,13 @@ def unset_advice(
     else:
         region.read_mostly[pages] = False
         page_numbers = np.arange(pages.start, pages.stop, dtype=np.int64)
-        # Where the copy stays that has no preference is documented as arbitrary; here it is the GPU's.
+        # The documentation leaves open which copy remains without a preferred location; the model keeps the GPU's.
         memories.keep_only_at_host(region, page_numbers[region.preferred[pages] < 0])
         memories.keep_only_on_gpu(region, page_numbers[region.preferred[pages] >= 0])
 
 
 def read_common_location(piece: RegionRange, attribute: Literal["preferred", "prefetched"]) -> MemoryLocation | None:
-    """The home that all pages of the range have in common."""
+    """The location that all pages of the range have in common, or None."""
     codes = getattr(piece.region, attribute)[piece.region.pages_touching(piece.span)]
     first = int(codes[0])
     return location_from_code(first) if bool((codes == first).all()) else None

@@ -1,8 +1,8 @@
-"""The two memories of the software superchip: who takes how much of them, and who must leave when the GPU's is full.
+"""The two memories of the software superchip: how full they are, and which pages are evicted when GPU memory is full.
 
-Device memory is taken and never moved. Managed blocks are evicted to the host, least recently used first and whole.
-System pages take what is free, evict nobody and stay. On a one-pool machine there is one account and no movement.
-Counts stay exact: `gpu_used` is device memory plus, page by page, what is on the GPU.
+Device memory is allocated and never moved. Managed memory is evicted to the host in whole blocks, least recently used
+first. System pages take free memory, evict nothing and stay. A one-pool machine has one account and no migration.
+Counts are exact: `gpu_used` is device memory plus, page by page, everything on the GPU.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from supertuner.memory.emulator.eviction_sweep import EvictionPass, SweepResult,
 from supertuner.memory.emulator.page_table import AT_HOST, ON_GPU, MemoryRegion, PageMask, PageNumbers
 
 FEW_BLOCKS: Final = 4
-"""A pass over so few is quicker one by one."""
+"""Up to this many blocks, handling them one by one is faster than a sweep."""
 
 
 @dataclass(slots=True)
 class MoveCounts:
-    """What one operation sent over the link, in pages, and how many pages came anew to whoever asked."""
+    """Pages that one operation transferred, evicted and brought to the processor that requested them."""
 
     to_device: int = 0
     to_host: int = 0
     evicted: int = 0
     arrived: int = 0
     unplaced: int = 0
-    """Wanted on the GPU, and left with the host for want of room."""
+    """Requested on the GPU, and left at the host for lack of room."""
 
 
 class PageResidency:
@@ -40,22 +40,24 @@ class PageResidency:
         self.gpu_used = 0
         self.host_used = 0
         self.movable_bytes = 0
-        """Managed and system memory that exists, populated or not."""
+        """Bytes of managed and system memory, populated or not."""
         self._has_copies = False
-        """Some page may be on both sides."""
+        """Whether a page may be on both sides."""
         self._evictable_bytes = 0
-        """Of `gpu_used`, what managed pages hold."""
+        """Of `gpu_used`, the bytes of managed pages."""
         self._lru_blocks: OrderedDict[int, MemoryRegion] = OrderedDict()
-        """Managed blocks with a page on the GPU, by their number in the address space; the first goes first."""
+        """Managed blocks with a page on the GPU, by their number in the address space. The first is evicted first."""
 
     @property
     def gpu_free(self) -> int:
         return self._machine.gpu_bytes - self.gpu_used
 
-    # ── device memory, and memory that is set aside ──────────────────────────────────────────────────────────────
+    # ── device memory and reserved memory ────────────────────────────────────────────────────────────────────────────
 
     def reserve(self, nbytes: int, moved: MoveCounts) -> bool:
-        """Take GPU memory for good, evicting managed blocks if need be; False, and nothing done, if too little."""
+        """Reserve GPU memory permanently, evicting managed blocks if needed. False, without any change, if there is too
+        little.
+        """
         if nbytes > self.gpu_free + self._evictable_bytes:
             return False
         while nbytes > self.gpu_free:
@@ -67,18 +69,20 @@ class PageResidency:
         self.gpu_used -= nbytes
 
     def add_region(self, region: MemoryRegion) -> None:
-        """A region whose pages may be on either side now exists."""
+        """Add a region whose pages can be on either side."""
         self.movable_bytes += region.pages * self._page_bytes
 
     def remove_region(self, region: MemoryRegion) -> None:
-        """It ends: all its pages are given back."""
+        """Remove a region and free all its pages."""
         self.movable_bytes -= region.pages * self._page_bytes
         self.discard_pages(region, np.arange(region.pages, dtype=np.int64))
 
-    # ── pages ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── pages ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def populate_pool(self, region: MemoryRegion, pages: slice) -> None:
-        """One pool: pages come into being in it, for everybody. Beyond it a real machine hangs; this one refuses."""
+        """One pool: populate the pages for both processors. Where a real machine would hang for lack of memory, this
+        raises.
+        """
         missing = region.state[pages] == 0
         nbytes = int(np.count_nonzero(missing)) * self._page_bytes
         if nbytes > self.gpu_free:
@@ -89,9 +93,9 @@ class PageResidency:
     def move_to_gpu(
         self, region: MemoryRegion, pages: PageNumbers, duplicate: PageMask | None, moved: MoveCounts
     ) -> None:
-        """Have these pages on the GPU, in this order; what is there already is used again.
+        """Bring these pages to the GPU, in this order; pages that are already there count as used.
 
-        Those that are `duplicate` keep their copy with the host; None: no page does.
+        Pages in `duplicate` keep their copy at the host; None: no page does.
         """
         self._has_copies = self._has_copies or (duplicate is not None and bool(duplicate.any()))
         missing = (region.state[pages] & ON_GPU) == 0
@@ -107,7 +111,7 @@ class PageResidency:
             self._move_under_pressure(region, pages, duplicate, moved)
 
     def mark_used(self, region: MemoryRegion, blocks: slice) -> None:
-        """The GPU used blocks of managed memory that it has."""
+        """The GPU used managed blocks that it already holds."""
         if self._parameters.hits_refresh and not self._has_fixed_place(region):
             for block in range(region.first_block + blocks.start, region.first_block + blocks.stop):
                 self._lru_blocks.move_to_end(block)
@@ -115,7 +119,7 @@ class PageResidency:
     def move_to_host(
         self, region: MemoryRegion, pages: PageNumbers, duplicate: PageMask | None, moved: MoveCounts
     ) -> None:
-        """Have these pages with the host; those that are `duplicate` stay on the GPU too."""
+        """Bring these pages to the host; pages in `duplicate` stay on the GPU as well."""
         self._has_copies = self._has_copies or (duplicate is not None and bool(duplicate.any()))
         state = region.state[pages]
         absent = (state & AT_HOST) == 0
@@ -126,7 +130,7 @@ class PageResidency:
         self._remove_from_gpu(region, pages if duplicate is None else pages[~duplicate])
 
     def discard_pages(self, region: MemoryRegion, pages: PageNumbers) -> None:
-        """These pages hold nothing any more, anywhere."""
+        """Free these pages on both sides."""
         if self._machine.one_pool:
             self.gpu_used -= int(np.count_nonzero(region.state[pages])) * self._page_bytes
             region.state[pages] = 0
@@ -135,7 +139,7 @@ class PageResidency:
         self._remove_from_host(region, pages)
 
     def keep_only_on_gpu(self, region: MemoryRegion, pages: PageNumbers) -> None:
-        """Copies with the host end, for pages that have one on both sides."""
+        """Drop the host's copy of pages that have copies on both sides."""
         if self._has_copies:
             self._remove_from_host(region, pages[region.state[pages] == AT_HOST | ON_GPU])
 
@@ -143,16 +147,20 @@ class PageResidency:
         if self._has_copies:
             self._remove_from_gpu(region, pages[region.state[pages] == AT_HOST | ON_GPU])
 
-    # ── below ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── internals ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _has_fixed_place(self, region: MemoryRegion) -> bool:
-        """Without concurrent access, managed memory has its place on the GPU from the beginning, and keeps it."""
+        """Without concurrent access, managed memory is reserved on the GPU when it is allocated, and stays there."""
         return region.kind is MemoryKind.MANAGED and not self._machine.concurrent
 
     def _move_under_pressure(
         self, region: MemoryRegion, pages: PageNumbers, duplicate: PageMask | None, moved: MoveCounts
     ) -> None:
-        """All at once as far as that is exact; block by block where pages have copies or the host is short."""
+        """Bring pages of several blocks while GPU memory is full.
+
+        One sweep over counts where that is exact; one block at a time where pages have copies or host memory may run
+        out.
+        """
         eviction_pass, done = EvictionPass.from_pages(region, pages), 0
         if len(eviction_pass.blocks) > FEW_BLOCKS and not self._has_copies and self._host_has_room_for_all():
             swept = sweep_blocks(
@@ -165,7 +173,7 @@ class PageResidency:
             self._move_block(region, pages[where], _select(duplicate, where), moved)
 
     def _apply_sweep(self, eviction_pass: EvictionPass, swept: SweepResult, moved: MoveCounts) -> None:
-        """Put the pages where a sweep left their blocks."""
+        """Apply the result of a sweep to page states, counts and accounts."""
         owners: dict[int, tuple[MemoryRegion, list[int]]] = {}
         for key, owner in swept.evicted.items():
             owners.setdefault(id(owner), (owner, []))[1].append(key - owner.first_block)
@@ -178,7 +186,7 @@ class PageResidency:
             eviction_pass.region,
             eviction_pass.pages[: eviction_pass.ends[swept.blocks_done - 1] if swept.blocks_done else 0],
         )
-        on_gpu = np.zeros(len(region.gpu_pages), np.bool_)  # by block
+        on_gpu = np.zeros(len(region.gpu_pages), np.bool_)  # indexed by block
         resident_blocks = [key - region.first_block for key in swept.resident_blocks]
         on_gpu[resident_blocks] = True
         region.gpu_pages[resident_blocks] = list(swept.resident_blocks.values())
@@ -191,20 +199,22 @@ class PageResidency:
         moved.arrived += swept.arrived
 
     def _host_has_room_for_all(self) -> bool:
-        """Whatever leaves the GPU finds room: nothing can be refused half way."""
+        """Whether everything evicted fits into host memory, so that no eviction can fail half-way."""
         return self._machine.host_bytes is None or self.movable_bytes <= self._machine.host_bytes
 
     def _move_block(
         self, region: MemoryRegion, pages: PageNumbers, duplicate: PageMask | None, moved: MoveCounts
     ) -> None:
-        """Bring pages of one block, evicting older blocks; if there are none left, the rest stays with the host."""
+        """Bring pages of one block, evicting older blocks; once none is left, the remaining pages stay at the host."""
         missing = (region.state[pages] & ON_GPU) == 0
         block = region.first_block + int(pages[0]) // region.block_pages
         if block in self._lru_blocks and (self._parameters.hits_refresh or missing.any()):
             self._lru_blocks.move_to_end(block)
+        # The block itself was moved to the end of the order above, so it is never its own victim while an older one
+        # exists.
         missing_pages, duplicate_missing = pages[missing], _select(duplicate, missing)
         while len(missing_pages) * self._page_bytes > self.gpu_free:
-            if next(iter(self._lru_blocks), block) == block:  # nobody is left but the block itself
+            if next(iter(self._lru_blocks), block) == block:  # no other block is left
                 break
             self._evict_oldest(moved)
         room = self.gpu_free // self._page_bytes
@@ -221,7 +231,7 @@ class PageResidency:
     def _put_on_gpu(
         self, region: MemoryRegion, pages: PageNumbers, duplicate: PageMask | None, moved: MoveCounts
     ) -> None:
-        """Pages that are not on the GPU come there; there is room."""
+        """Put absent pages on the GPU. The caller has made room."""
         if not len(pages):
             return
         state = region.state[pages]
@@ -278,7 +288,7 @@ class PageResidency:
         region.gpu_pages[first : last + 1] += (sign * counts).astype(np.int32)
 
     def _mark_recent(self, region: MemoryRegion, pages: PageNumbers) -> None:
-        """The blocks of these pages were used last, in the order of their addresses."""
+        """Mark the blocks of these pages as most recently used, in order of address."""
         if self._has_fixed_place(region) or not len(pages):
             return
         blocks = pages // region.block_pages + region.first_block

@@ -1,12 +1,12 @@
-"""A software superchip: a driver whose GPU is arithmetic, for tests without one and for plans of a machine's work.
+"""A software superchip: a memory driver whose GPU is a model, for tests without a GPU and for forecasts.
 
-Modelled: pages and 2 MiB blocks; the GPU's and the host's memory, or one pool; a link with a bandwidth each way; device
+Modelled: pages and 2 MiB blocks; GPU and host memory, or one pool; a link with a bandwidth in each direction; device
 memory, which never moves; managed memory, moved by faults, prefetches, advice and least-recently-used eviction; system
-memory on ATS machines, which follows the GPU's access counters and does not come back; discards; faults of the driver.
-Time is modelled (`seconds`), from the machine's figures and from `Parameters`, of which the cost of a batch of faults,
-the bytes of a counted access, duplex traffic and whether hits refresh eviction order are unconfirmed. Nothing is
-measured. One GPU; one host node; one stream of work and any number of copies beside it; kernels, peers and HMM are not
-modelled. See docs/model.md.
+memory on ATS machines, which follows the GPU's access counters and does not come back; discards; driver errors. Time is
+modelled (`seconds`) from the machine's figures and from `EmulatorParameters`, of which the cost of a fault batch, the
+bytes of a counted access, duplex traffic and whether hits refresh the eviction order are unconfirmed. Nothing is
+measured. There is one GPU, one host node, one stream of work and any number of concurrent copies; kernels, peer GPUs
+and HMM are not modelled. See docs/model.md.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ CUDA_13: Final = 13000
 HOST_NODE: Final = 0
 GPU_NODE: Final = 1
 _FIRST_ADDRESS: Final = 1 << 44
-"""Far from where a process has its own memory, which begins well above or well below."""
+"""Far from the addresses of a process's own memory, which begins well above or well below."""
 
 
 class EmulatedSuperchip:
-    """The seam's verbs over a modelled machine. May be called from any thread."""
+    """The `Driver` interface over a modelled machine. May be called from any thread."""
 
     def __init__(
         self,
@@ -77,13 +77,13 @@ class EmulatedSuperchip:
         self._region_starts: list[int] = []
         self._regions: dict[int, MemoryRegion] = {}
         self._foreign_regions: dict[int, MemoryRegion] = {}
-        """System memory that this driver did not allocate, block by block, from the first time it was named."""
+        """System memory that this driver did not allocate, by block, from its first mention on."""
 
-    # ── what the model can tell beyond the seam ──────────────────────────────────────────────────────────────────
+    # ── beyond the Driver interface ──────────────────────────────────────────────────────────────────────────────────
 
     @property
     def seconds(self) -> float | None:
-        """Modelled time; None once a cost was met whose figure is not known (`clock.unknown` names it)."""
+        """Modelled time; None once a cost with an unknown figure occurred (`clock.unknown_figures` names it)."""
         return self.clock.seconds
 
     @property
@@ -91,28 +91,31 @@ class EmulatedSuperchip:
         return self.clock.traffic
 
     def compute(self, seconds: float) -> None:
-        """The GPU is busy with something else; prefetches that are under way go on."""
+        """The GPU computes for this long; prefetches in progress continue."""
         with self._lock:
             self.clock.advance(seconds)
 
     def copy_async(self, nbytes: int, to_gpu: bool, not_before: float = 0.0) -> float:
-        """A copy between device memory and pinned host memory, on a stream of its own and not begun before `after`: the
-        modelled second in which it will have arrived. Copies take the link in the order in which they are asked for."""
+        """Start a copy between device and pinned host memory on its own stream, not before `not_before`; return its
+        arrival time.
+
+        Copies use the link in the order of the calls.
+        """
         with self._lock:
             return self.clock.transfer(nbytes if to_gpu else 0, 0 if to_gpu else nbytes, not_before)
 
     def wait_until(self, time_s: float) -> None:
-        """The GPU's own stream waits for an event of another."""
+        """The GPU's main stream waits for an event of another stream."""
         with self._lock:
             self.clock.wait_until(time_s)
 
     def inject_fault(self, fault: InjectedFault) -> None:
-        """A further fault; its `first` call counts from now."""
+        """Inject a further error; its `first` call counts from now."""
         with self._lock:
             self._faults.append(replace(fault, first=self._calls[fault.verb] + fault.first))
 
     def touch(self, span: AddressRange, by: MemoryLocation, write: bool = False, accesses: int | None = None) -> None:
-        """A processor uses every page of the range once. `accesses` counted a page; None: every cache line."""
+        """A processor uses every page of the range once, with `accesses` counted per page; None: every cache line."""
         with self._call("touch"):
             for piece in self._region_ranges("touch", span):
                 self._movement.use(
@@ -120,7 +123,9 @@ class EmulatedSuperchip:
                 )
 
     def resident_pages(self, span: AddressRange) -> dict[MemoryLocation | None, int]:
-        """How many pages of the range are where; None: nowhere yet. A page with a copy on each side counts twice."""
+        """The number of pages of the range by location; None: not populated. A page with a copy on each side counts
+        twice.
+        """
         counts: dict[MemoryLocation | None, int] = {}
         with self._lock:
             for piece in self._region_ranges("resident_pages", span):
@@ -136,7 +141,7 @@ class EmulatedSuperchip:
                     counts[location] = counts.get(location, 0) + int(np.count_nonzero(at_location))
         return {home: count for home, count in counts.items() if count}
 
-    # ── the seam ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the Driver interface ─────────────────────────────────────────────────────────────────────────────────────────
 
     def version(self) -> int:
         return self.machine.version
@@ -175,7 +180,8 @@ class EmulatedSuperchip:
                 raise driver_error("allocate", "CUDA_ERROR_OUT_OF_MEMORY")
             span = AddressRange(self._next_address, nbytes)
             block = self.machine.block_bytes
-            self._next_address += -(-nbytes // block) * block + block  # a gap: no range runs from one into the next
+            # a gap, so that no range extends from one allocation into the next
+            self._next_address += -(-nbytes // block) * block + block
             self._region_starts.append(span.address)
             region = self._regions[span.address] = MemoryRegion(kind, span, self.page_bytes, block)
             if kind is not MemoryKind.DEVICE:
@@ -226,7 +232,7 @@ class EmulatedSuperchip:
             pieces = [piece for span in spans for piece in self._region_ranges("discard", span)]
             if any(piece.region.kind is not MemoryKind.MANAGED for piece in pieces):
                 raise driver_error("discard", "CUDA_ERROR_INVALID_VALUE")
-            for piece in pieces:  # a page that is only partly worthless is not
+            for piece in pieces:  # a page that is only partly inside the range keeps its content
                 pages = piece.region.pages_inside(piece.span)
                 self._residency.discard_pages(piece.region, np.arange(pages.start, pages.stop, dtype=np.int64))
                 size = self.page_bytes
@@ -252,7 +258,9 @@ class EmulatedSuperchip:
             return bool(piece.region.read_mostly[piece.region.pages_touching(piece.span)].all())
 
     def locate(self, addresses: Sequence[int]) -> list[int | None]:
-        """Of system memory. What the kernel says of managed memory on a superchip is not known, so it is not told."""
+        """The nodes of system memory pages. What the kernel reports for managed memory on a superchip is unknown, so it
+        is None.
+        """
         with self._call("locate"):
             return [self._numa_node(address) for address in addresses]
 
@@ -287,11 +295,11 @@ class EmulatedSuperchip:
             self._check_device("synchronize", device)
             self.clock.wait_for_link()
 
-    # ── what may be asked ────────────────────────────────────────────────────────────────────────────────────────
+    # ── checks and lookups ───────────────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
     def _call(self, name: str) -> Iterator[None]:
-        """One call at a time, and its faults before anything is done."""
+        """Serialise calls, and raise an injected error before anything is done."""
         with self._lock:
             self._calls[name] += 1
             for fault in self._faults:
@@ -300,7 +308,9 @@ class EmulatedSuperchip:
             yield
 
     def _reserves_gpu_memory(self, kind: MemoryKind) -> bool:
-        """Without concurrent access, managed memory has its place on the GPU from the start, as device memory has."""
+        """Whether the memory is reserved on the GPU from the start: device memory, and managed memory without
+        concurrent access.
+        """
         return kind is MemoryKind.DEVICE or (kind is MemoryKind.MANAGED and not self.machine.concurrent)
 
     def _round_to_pages(self, nbytes: int) -> int:
@@ -323,7 +333,7 @@ class EmulatedSuperchip:
     def _advisable_ranges(
         self, verb: str, span: AddressRange, advice: MemoryAdvice, location: MemoryLocation
     ) -> list[RegionRange]:
-        """The pieces that take this advice: none where it is documented to have no effect."""
+        """The pieces to which this advice applies; none where it is documented to have no effect."""
         self._check_location(verb, location)
         if isinstance(location, HostNumaLocation) and advice is MemoryAdvice.ACCESSED_BY:
             raise driver_error(verb, "CUDA_ERROR_INVALID_VALUE")
@@ -334,7 +344,7 @@ class EmulatedSuperchip:
         return [piece for piece in pieces if piece.region.kind is MemoryKind.MANAGED or located]
 
     def _movable_ranges(self, verb: str, span: AddressRange) -> list[RegionRange]:
-        """A range of managed memory, or of system memory where the GPU reads it."""
+        """A range of managed memory, or of system memory where the GPU can read it."""
         pieces = self._region_ranges(verb, span)
         for piece in pieces:
             kind = piece.region.kind
@@ -343,7 +353,7 @@ class EmulatedSuperchip:
         return pieces
 
     def _managed_range(self, verb: str, span: AddressRange) -> RegionRange:
-        """What can be read back: the documentation promises it for managed memory only."""
+        """A range whose advice can be read back, which the documentation promises only for managed memory."""
         piece = self._allocated_range(verb, span)
         if piece.region.kind is not MemoryKind.MANAGED:
             raise driver_error(verb, "CUDA_ERROR_INVALID_VALUE")
@@ -357,7 +367,7 @@ class EmulatedSuperchip:
         return RegionRange(region, span)
 
     def _region_ranges(self, verb: str, span: AddressRange) -> list[RegionRange]:
-        """A range inside one allocation; or, where the GPU reads it, memory that the process has from elsewhere."""
+        """A range inside one allocation; or, where the GPU can read it, memory that the process allocated elsewhere."""
         ours = span.address < self._next_address and span.end > _FIRST_ADDRESS
         if ours or span.nbytes <= 0 or not self.machine.gpu_reads_host_memory:
             return [self._allocated_range(verb, span)]

@@ -1,7 +1,8 @@
-"""Residency hints for tensors and batches, and the names that the seeds give them. Every call says what became of it.
+"""Residency hints for tensors and batches, also under the names of the GH200 forks. Every call returns its outcome.
 
-A trainer builds its own `Hints`. The functions at the end are for scripts that know only the seeds' names: they share
-one `Hints` of the process, and the one holder of process-wide state that the house allows, filled from configuration.
+A trainer creates its own `ResidencyHints`. The functions at the end are for scripts that use the names of the forks:
+they share one `ResidencyHints` per process, held by the only process-wide state that the architecture tests allow,
+which is filled from configuration.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ if TYPE_CHECKING:
     import torch
 
 DeviceLike: TypeAlias = Union["torch.device", str, int, None]
-"""A device as torch's functions take it; None: the GPU that hints are for."""
+"""A device as torch functions accept it; None: the GPU of these hints."""
 
 
 class ResidencyHints:
-    """Hints on one GPU of a driver. Remembers what it hinted; a repeated hint costs a look-up.
+    """Hints for one GPU of a driver. Remembers applied hints, so that a repeated hint costs a look-up.
 
     May be used from several threads.
     """
@@ -58,8 +59,9 @@ class ResidencyHints:
         headroom_bytes: int | None = None,
         free_bytes: Callable[[], int | None] | None = None,
     ) -> None:
-        """`headroom_bytes` of the GPU stay free of prefetched memory; unset: 5 % of it. `free_bytes` tells what is
-        free where the driver's own answer misleads."""
+        """A prefetch leaves at least `headroom_bytes` of the GPU free; unset: 5 % of it. `free_bytes` replaces the
+        driver's own value where that misleads.
+        """
         self.device = device
         self._policy = POLICIES[policy]
         self._issuer, self._unavailable_outcome = _open_issuer(driver, device, headroom_bytes, free_bytes)
@@ -72,18 +74,21 @@ class ResidencyHints:
         }
 
     def prefer_cpu(self, tensor: torch.Tensor) -> HintOutcome:
-        """Keep it in host memory where there is a choice. Moves nothing."""
+        """Prefer host memory for this tensor. Moves nothing."""
         return self._hint(tensor, self._requests[BatchHint.PREFER_CPU])
 
     def prefer_gpu(self, tensor: torch.Tensor) -> HintOutcome:
-        """Keep it in the GPU's memory where there is a choice. Moves nothing."""
+        """Prefer GPU memory for this tensor. Moves nothing."""
         return self._hint(tensor, self._requests[BatchHint.PREFER_GPU])
 
     def prefetch(
         self, tensor: torch.Tensor, device: DeviceLike = None, *, wait: bool = True, force: bool = False
     ) -> HintOutcome:
-        """Begin to move it. `wait`: until the pages of ordinary memory have arrived, to tell whether they did.
-        `again`: even if it was prefetched before, as after pages have been evicted."""
+        """Start migrating the tensor to a device.
+
+        With `wait`, waits until pages of ordinary memory have arrived, to verify that they did. With `force`, issues
+        the hint even if it was applied before, for example because pages were evicted since.
+        """
         request = HintRequest(HintVerb.PREFETCH, self._location(device))
         if force and isinstance(parts := plain_parts(tensor), tuple):
             for part in parts:
@@ -91,17 +96,18 @@ class ResidencyHints:
         return self._hint(tensor, request, wait=wait)
 
     def accessed_by(self, tensor: torch.Tensor, device: DeviceLike = None) -> HintOutcome:
-        """Map it for a device without moving it."""
+        """Map the tensor for a device without migrating it."""
         return self._hint(tensor, HintRequest(HintVerb.ACCESSED_BY, self._location(device)))
 
     def read_mostly(self, tensor: torch.Tensor) -> HintOutcome:
-        """Let each reader have a copy of its own."""
+        """Let each reading processor have its own copy."""
         return self._hint(tensor, HintRequest(HintVerb.READ_MOSTLY, GpuLocation(self.device)))
 
     def prefer_host_range(self, address: int, nbytes: int) -> HintOutcome:
-        """Ask that a mapped range, such as a cache's arena, stay in host memory where there is a choice.
+        """Prefer host memory for a mapped range, such as a cache's arena.
 
-        Not remembered: whoever maps it asks once."""
+        Not remembered: the caller requests it once per mapping.
+        """
         requested = AddressRange(address, nbytes)
         if self._issuer is None:
             return replace(self._unavailable_outcome, requested=requested)
@@ -111,16 +117,16 @@ class ResidencyHints:
         return replace(self._issuer.issue(pages, self._requests[BatchHint.PREFER_CPU]), requested=requested)
 
     def forget(self, span: AddressRange | None = None) -> None:
-        """Remember nothing of a range any more: its memory was given up, or another has moved it."""
+        """Forget applied hints of a range, because its memory was freed or moved by others; None: all."""
         self._applied_hints.forget(span)
 
     def place_batch(self, batch: object) -> OutcomeCounts:
-        """Ask for every tensor of a batch what the policy says of its kind. Begun, not waited for."""
+        """Apply the policy's hints to every tensor of a batch, without waiting."""
         counts: OutcomeCounts = Counter()
         for name, tensor in named_tensors(batch):
             kind, requests = self._requests_by_name.get(name) or self._requests_for(name)
             if not requests:
-                counts[HintStatus.NO_EFFECT, f"the policy asks nothing for {kind}"] += 1
+                counts[HintStatus.NO_EFFECT, f"the policy has no hint for {kind}"] += 1
             for request in requests:
                 outcome = self._hint(tensor, request, wait=False)
                 reason = outcome.reason if kind is not BatchTensorKind.OTHER else f'{outcome.reason} (of kind "other")'
@@ -128,7 +134,7 @@ class ResidencyHints:
         return counts
 
     def hint_batch(self, batch: object, hint: BatchHint) -> BatchHintSummary:
-        """The same hint for every tensor of a batch."""
+        """Apply one hint to every tensor of a batch."""
         counts: OutcomeCounts = Counter()
         for _, tensor in named_tensors(batch):
             outcome = self._hint(tensor, self._requests[hint])
@@ -136,7 +142,7 @@ class ResidencyHints:
         return BatchHintSummary.from_counts(counts)
 
     def _requests_for(self, name: str) -> tuple[BatchTensorKind, tuple[HintRequest, ...]]:
-        """What is asked for tensors of a name. Names are few and come again with every batch."""
+        """The kind and requests for a tensor name, cached: names are few and repeat in every batch."""
         kind = tensor_kind(name)
         entry = self._requests_by_name[name] = (kind, tuple(self._requests[hint] for hint in self._policy[kind]))
         return entry
@@ -148,7 +154,7 @@ class ResidencyHints:
             try:
                 cached = self._applied_hints.find(tensor, request)
             except RuntimeError:
-                cached = None  # a tensor without a storage: why that is so is said below
+                cached = None  # a tensor without storage; the reason is determined below
             if cached is not None:
                 return cached
         parts = plain_parts(tensor)
@@ -178,7 +184,7 @@ class ResidencyHints:
             else:
                 outcome = self._issuer.issue(pages, request, tensor_device=tensor.device.index, wait=wait)
         outcome = replace(outcome, requested=requested)
-        if outcome.status not in (HintStatus.REFUSED, HintStatus.ERROR):  # those may go better the next time
+        if outcome.status not in (HintStatus.REFUSED, HintStatus.ERROR):  # those may succeed the next time
             self._applied_hints.store(tensor, request, requested, outcome)
         return outcome
 
@@ -201,12 +207,12 @@ def _open_issuer(
     headroom_bytes: int | None,
     free_bytes: Callable[[], int | None] | None,
 ) -> tuple[HintIssuer | None, HintOutcome]:
-    """Where to ask, or the answer to everything."""
+    """The issuer, or None with the outcome of every hint."""
     if isinstance(driver, NotAvailable):
         return None, HintOutcome(HintStatus.UNSUPPORTED, driver.reason)
     device = next((properties for properties in driver.devices() if properties.number == device_number), None)
     if device is None:
-        return None, HintOutcome(HintStatus.UNSUPPORTED, f"the driver knows no GPU {device_number}")
+        return None, HintOutcome(HintStatus.UNSUPPORTED, f"the driver has no GPU {device_number}")
     headroom = device.total_bytes // 20 if headroom_bytes is None else headroom_bytes
     free = free_bytes or partial(driver.free_bytes, device_number)
     return HintIssuer(driver, device, headroom, free), HintOutcome(HintStatus.NO_EFFECT, "hints are on")
@@ -218,64 +224,64 @@ def _smaller_than_page(issuer: HintIssuer) -> HintOutcome:
 
 def _no_whole_page(issuer: HintIssuer) -> HintOutcome:
     page = bytes_text(issuer.driver.page_bytes)
-    return HintOutcome(HintStatus.NO_EFFECT, f"no whole page of {page} belongs to it alone")
+    return HintOutcome(HintStatus.NO_EFFECT, f"it does not cover a whole page of {page}")
 
 
 @dataclass(slots=True)
 class _ProcessHints:
-    """What the functions below share. The override is code's last word; the rest is filled from configuration."""
+    """State shared by the functions below. The override takes precedence; the rest is filled from configuration."""
 
     override: bool | None = None
     configured: tuple[bool | None, tuple[str, ...]] | None = None
-    """`gh200_optimizations.enable_uvm_hints` and the types of the caches; None: no configuration was given."""
+    """`gh200_optimizations.enable_uvm_hints` and the types of the caches; None: no configuration was set."""
     hints: ResidencyHints | None = None
     decision: HintDecision | None = None
-    """The decision, until something it rests on changes."""
+    """The cached decision, until one of its inputs changes."""
     support: HintSupport | None = None
 
 
 _process = _ProcessHints()
-"""The one process-wide holder that the house allows (tests/architecture/test_the_house.py names it)."""
+"""The only process-wide state that the architecture tests allow (tests/architecture/test_the_house.py names it)."""
 
 
 def set_uvm_hint_override(value: bool | None) -> None:
-    """Turn hints on or off over whatever the configuration says; None: as the configuration says."""
-    if value is not None and not isinstance(value, bool):  # "0" and "no" would both turn them on
+    """Turn hints on or off regardless of the configuration; None: as configured."""
+    if value is not None and not isinstance(value, bool):  # "0" and "no" would both turn hints on
         raise TypeError(f"set_uvm_hint_override takes True, False or None, not {value!r}")
     _process.override, _process.decision = value, None
 
 
 def uvm_hint_override() -> bool | None:
-    """What `set_uvm_hint_override` was last given."""
+    """The last value that was passed to `set_uvm_hint_override`."""
     return _process.override
 
 
 def use_hints(
     hints: ResidencyHints | None, setting: bool | None, cache_types: Sequence[str], support: HintSupport
 ) -> None:
-    """Let the functions below use a run's own hints and configuration. For a run without hints too: None."""
+    """Let the functions below use a run's hints and configuration; `hints` is None for a run without hints."""
     _process.hints, _process.support = hints, support
     _process.configured, _process.decision = (setting, tuple(cache_types)), None
 
 
 def drop_hints() -> None:
-    """The run is over: its hints and configuration are nobody's. The override stays."""
+    """Drop a run's hints and configuration when it ends. The override stays."""
     _process.configured = _process.hints = _process.decision = _process.support = None
 
 
 def reset_hints() -> None:
-    """Forget override, configuration and hints: as in a new process."""
+    """Reset override, configuration and hints, as in a new process."""
     drop_hints()
     _process.override = None
 
 
 def hints_enabled() -> HintDecision:
-    """Whether hints are on in this process, and why. Without a run's configuration, the environment's variables ask."""
+    """Whether hints are on in this process, and why. Without a run's configuration the environment variables decide."""
     if _process.decision is None:
         if _process.configured is None:
             _process.configured = (_environment_setting(), ())
-        decision = decide_hints(_process.override, *_process.configured, HintSupport(True, "not looked at yet"))
-        if decision.on:  # only now is there a reason to wake the driver
+        decision = decide_hints(_process.override, *_process.configured, HintSupport(True, "not checked yet"))
+        if decision.on:  # only now must the driver be opened
             if _process.support is None:
                 _process_hints()
             assert _process.support is not None
@@ -285,7 +291,7 @@ def hints_enabled() -> HintDecision:
 
 
 def gh200_uvm_enabled() -> bool:
-    """Whether hints are asked for and supported here."""
+    """Whether hints are requested, and supported on this machine."""
     return hints_enabled().on
 
 
@@ -314,7 +320,7 @@ def prefetch_batch_to_device(batch: object) -> BatchHintSummary:
 
 
 def optimize_batch_for_gh200(batch: object) -> BatchHintSummary:
-    """Ask that a batch lie where the next step reads it, by the policy table; what became of it, counted."""
+    """Place a batch where the next step reads it, by the policy table; returns the counted outcomes."""
     disabled = _disabled_outcome()
     return BatchHintSummary.from_counts(
         _count_all(batch, disabled) if disabled else _process_hints().place_batch(batch)
@@ -335,7 +341,7 @@ def _count_all(batch: object, outcome: HintOutcome) -> OutcomeCounts:
 
 
 def _disabled_outcome() -> HintOutcome | None:
-    """What becomes of every hint while they are off; None: they are on."""
+    """The outcome of every hint while hints are off; None if they are on."""
     decision = hints_enabled()
     if decision.on:
         return None
@@ -344,7 +350,7 @@ def _disabled_outcome() -> HintOutcome | None:
 
 
 def _process_hints() -> ResidencyHints:
-    """The process's hints, opened when first needed."""
+    """The hints of this process, opened at first use."""
     if _process.hints is None or _process.support is None:
         import torch
 

@@ -1,10 +1,11 @@
-"""Which ranges were hinted already: a look-up, forgotten as soon as the memory may be another's.
+"""Remembers which ranges were hinted, so that a repeated hint is a look-up; forgets them as soon as the memory may be
+reused.
 
-Addresses are reused, by malloc and by torch's caching allocator, so an address says nothing. What is remembered hangs
-on the storage: torch keeps one Python object per storage for as long as the storage lives, so an entry whose object is
-the one at hand is about the same memory, and the end of the storage removes the entry. Storage that is resized in
-place comes under another address; only one that is given up and taken again at the same address, inside the same
-storage, must be told with `forget`.
+Addresses are reused by malloc and by torch's caching allocator, so an address identifies nothing. Entries are tied to
+the storage: torch keeps one Python object per storage for as long as the storage exists. An entry whose object is the
+storage's current one therefore describes the same memory, and the end of the storage removes the entry. A storage that
+is resized in place has another address. Only memory that is freed and allocated again at the same address inside the
+same storage must be reported with `forget`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_STORAGES: Final = 1024
-"""Storages that are remembered; the oldest is forgotten first. To forget is always safe: the hint is given again."""
+"""Maximum number of storages; the oldest is forgotten first. Forgetting is always safe: the hint is issued again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,16 @@ class _AppliedHint:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _StorageHints:
-    """What was hinted of one storage."""
+    """The hints that were applied to one storage."""
 
     storage: weakref.ref[torch.UntypedStorage]
     views: dict[Hashable, _AppliedHint] = field(default_factory=dict)
 
 
 class AppliedHintCache:
-    """May be used from several threads. Looking up takes no lock, and neither does the end of a storage."""
+    """The cache of applied hints. May be used from several threads; a look-up takes no lock, and neither does the end
+    of a storage.
+    """
 
     def __init__(self, max_storages: int = MAX_STORAGES) -> None:
         self._max_storages = max_storages
@@ -51,11 +54,11 @@ class AppliedHintCache:
         self._by_storage: dict[int, _StorageHints] = {}
 
     def __len__(self) -> int:
-        """Storages that are remembered."""
+        """Number of storages that are remembered."""
         return len(self._by_storage)
 
     def find(self, tensor: torch.Tensor, request: HintRequest) -> HintOutcome | None:
-        """What became of the same hint for the same bytes, if they are still the same memory."""
+        """The outcome of the same hint for the same bytes, if they are still the same memory."""
         storage = tensor.untyped_storage()
         entry = self._by_storage.get(storage._cdata)
         if entry is None or entry.storage() is not storage:
@@ -64,14 +67,16 @@ class AppliedHintCache:
         return None if hinted is None else hinted.outcome
 
     def store(self, tensor: torch.Tensor, request: HintRequest, span: AddressRange, outcome: HintOutcome) -> None:
-        """Remember an outcome. One that the driver took makes others about the same bytes and verb untrue."""
+        """Remember an outcome. If the driver accepted it, earlier outcomes with the same verb for the same bytes are
+        dropped.
+        """
         with self._lock:
             if outcome.accepted:
                 self._drop_conflicting(outcome.applied_to, request)
             self._insert(tensor, request, _AppliedHint(span, request, outcome))
 
     def forget(self, span: AddressRange | None = None) -> None:
-        """Remember nothing of a range any more; None: nothing at all."""
+        """Forget everything about a range; None: everything."""
         with self._lock:
             if span is None:
                 self._by_storage.clear()
@@ -89,12 +94,13 @@ class AppliedHintCache:
             entry = _StorageHints(weakref.ref(storage, self._remover(storage_id)))
             self._by_storage[storage_id] = entry
             if len(self._by_storage) > self._max_storages:
-                for oldest in list(self._by_storage)[:1]:  # in one step: an entry may end meanwhile, in any thread
+                # a copy of the keys, because an entry may be removed by any thread meanwhile
+                for oldest in list(self._by_storage)[:1]:
                     self._by_storage.pop(oldest, None)
         entry.views[tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, request.cache_key] = hinted
 
     def _drop_conflicting(self, applied_to: Sequence[AddressRange], request: HintRequest) -> None:
-        """Forget other wishes for these bytes: what was preferred there is not preferred any more."""
+        """Drop earlier hints with the same verb and another location for these bytes: they no longer hold."""
         for entry in self._entries():
             for key, hinted in list(entry.views.items()):
                 conflicts = hinted.request.verb is request.verb and hinted.request != request
@@ -102,16 +108,16 @@ class AppliedHintCache:
                     entry.views.pop(key, None)
 
     def _entries(self) -> list[_StorageHints]:
-        # A list of keys first: a storage may end while we look, in any thread, and its entry with it.
-        entries = (self._by_storage.get(number) for number in list(self._by_storage))
-        return [known for known in entries if known is not None]
+        # Copy the keys first: a storage may end in any thread meanwhile, which removes its entry.
+        entries = (self._by_storage.get(storage_id) for storage_id in list(self._by_storage))
+        return [entry for entry in entries if entry is not None]
 
     def _remover(self, storage_id: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
         known = self._by_storage
 
         def remove(gone: weakref.ref[torch.UntypedStorage]) -> None:
             entry = known.get(storage_id)
-            if entry is not None and entry.storage is gone:  # a new storage may have the number already
+            if entry is not None and entry.storage is gone:  # a new storage may have the same id already
                 known.pop(storage_id, None)
 
         return remove

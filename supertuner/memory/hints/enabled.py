@@ -1,12 +1,14 @@
-"""Whether hints are on: asked for, by the first of four voices that speaks, and supported on this machine.
+"""Decides whether hints are on: they must be requested, and this machine must support them.
 
-    1. `set_uvm_hint_override(True or False)`           code, the last word
+The first of these that is set decides the request:
+
+    1. `set_uvm_hint_override(True or False)`           code, which overrides everything
     2. `gh200_optimizations.enable_uvm_hints`            the configuration, in its own order: SIMPLETUNER_GH200_ENABLE_…
                                                          < SUPERTUNER_GH200_OPTIMIZATIONS__… < file < --set < overrides
-    3. `cache_config.*_cache_type: "unified_memory"`     caches that ask for it
-    4. nobody                                            off
+    3. `cache_config.*_cache_type: "unified_memory"`     caches that need hints
+    4. none of them                                      off
 
-Pure: what is asked and what the driver says go in, the decision with its reason comes out.
+Pure: the request and the driver's properties are inputs, the decision with its reason is the result.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from supertuner.memory.driver import DeviceProperties, Driver, NotAvailable
 
 @dataclass(frozen=True, slots=True)
 class HintSupport:
-    """Whether hints can do anything on a machine, and why."""
+    """Whether hints have an effect on a machine, and why."""
 
     supported: bool
     reason: str
@@ -27,11 +29,11 @@ class HintSupport:
 
 @dataclass(frozen=True, slots=True)
 class HintDecision:
-    """Whether hints are given, and why. Printed where a run starts."""
+    """Whether hints are issued, and why. Printed when a run starts."""
 
     on: bool
     asked: bool | None
-    """None: nobody said anything."""
+    """Whether hints were requested; None: nothing was set."""
     reason: str
 
     def __bool__(self) -> bool:
@@ -44,7 +46,7 @@ class HintDecision:
 def decide_hints(
     override: bool | None, setting: bool | None, cache_types: Sequence[str], support: HintSupport
 ) -> HintDecision:
-    """Asked for and supported, in the order of the table above."""
+    """Combine request and support, in the order of the table above."""
     asked, requested_by = _requested(override, setting, cache_types)
     if asked is None:
         return HintDecision(False, None, requested_by)
@@ -56,18 +58,20 @@ def decide_hints(
 
 
 def hint_support(driver: Driver | NotAvailable, device: int = 0) -> HintSupport:
-    """What a machine's driver says of hints. An answer that it would not give counts as no."""
+    """Whether a machine's driver supports hints. A property that the driver does not report counts as no."""
     if isinstance(driver, NotAvailable):
         return HintSupport(False, driver.reason)
     properties = next((candidate for candidate in driver.devices() if candidate.number == device), None)
     if properties is None:
-        return HintSupport(False, f"the driver knows no GPU {device}")
+        return HintSupport(False, f"the driver has no GPU {device}")
     return device_hint_support(properties)
 
 
 def device_hint_support(device: DeviceProperties) -> HintSupport:
     if device.integrated:
-        return HintSupport(False, f"CPU and {device.name} share one pool of memory: there is nowhere to move anything")
+        return HintSupport(
+            False, f"CPU and {device.name} share one pool of memory, so there is no other memory to move to"
+        )
     memories = []
     if device.managed and device.concurrent_managed:
         memories.append("managed memory")
@@ -76,9 +80,9 @@ def device_hint_support(device: DeviceProperties) -> HintSupport:
         memories.append(f"ordinary memory{through}")
     if not memories:
         return HintSupport(
-            False, f"{device.name} has no managed memory that can be hinted, and cannot read ordinary memory"
+            False, f"{device.name} has no managed memory that accepts hints, and cannot read ordinary memory"
         )
-    return HintSupport(True, f"{device.name} takes hints for {' and '.join(memories)}")
+    return HintSupport(True, f"{device.name} accepts hints for {' and '.join(memories)}")
 
 
 def _requested(override: bool | None, setting: bool | None, cache_types: Sequence[str]) -> tuple[bool | None, str]:
@@ -87,5 +91,5 @@ def _requested(override: bool | None, setting: bool | None, cache_types: Sequenc
     if setting is not None:
         return setting, f"gh200_optimizations.enable_uvm_hints is {str(setting).lower()}"
     if "unified_memory" in cache_types:
-        return True, "a cache of type unified_memory asks for them"
-    return None, "nothing asks for them"
+        return True, "a cache of type unified_memory requests them"
+    return None, "nothing requests them"

@@ -1,6 +1,8 @@
-"""What became of hints: one word of six, the reason, the range asked for and the ranges touched; and how often.
+"""The outcome of a hint: one of six statuses, the reason, the requested range and the ranges it was applied to; and
+counts of outcomes.
 
-Reasons are few and carry no figures, so that a run of a million hints is told in a handful of lines.
+There are few different reasons and they contain no figures, so that a run with a million hints is summarised in a
+handful of lines.
 """
 
 from __future__ import annotations
@@ -17,42 +19,42 @@ from supertuner.memory.driver import AddressRange
 
 class HintStatus(StrEnum):
     APPLIED = "applied"
-    """Done, and read back as asked, or seen in place."""
+    """Applied, and confirmed by reading it back or by locating the pages."""
     UNVERIFIED = "applied-unverified"
-    """The driver took it, and nothing can tell more."""
+    """The driver accepted it, and nothing can confirm the effect."""
     NO_EFFECT = "no-effect"
-    """There is nothing to do, or doing it is documented to change nothing."""
+    """There is nothing to do, or the hint is documented to have no effect."""
     UNSUPPORTED = "unsupported"
-    """This memory, this machine or this kind of tensor cannot do it at all."""
+    """This memory, machine or kind of tensor does not support the hint at all."""
     REFUSED = "refused"
-    """It could be done elsewhere or at another time, and was not."""
+    """Not applied now; it could be applied for another range or at another time."""
     ERROR = "error"
-    """Something is wrong: the driver failed, or reads back what was not asked."""
+    """The driver failed, or reads back something other than the request."""
 
-    __hash__ = str.__hash__  # an Enum's own is a Python function, and every hint is counted by its status
+    __hash__ = str.__hash__  # Enum.__hash__ is a Python function, and every hint is counted by its status
 
 
 @dataclass(frozen=True, slots=True)
 class HintOutcome:
-    """What became of one request."""
+    """The outcome of one request."""
 
     status: HintStatus
     reason: str
     requested: AddressRange | None = None
-    """From the first byte of the tensor to its last; None: it has no address, or several."""
+    """From the first byte of the tensor to its last; None if it has no address, or several."""
     applied_to: tuple[AddressRange, ...] = ()
-    """What the driver was really told: whole pages, and only those that belong to the tensor alone."""
+    """The ranges that the driver received: whole pages, and only those that hold nothing but this tensor."""
 
     @property
     def accepted(self) -> bool:
-        """Whether the driver took the hint."""
+        """Whether the driver accepted the hint."""
         return self.status in (HintStatus.APPLIED, HintStatus.UNVERIFIED)
 
 
 OutcomeCounts: TypeAlias = Counter[tuple[HintStatus, str]]
-"""Status and reason → how many hints."""
+"""(status, reason) → number of hints."""
 
-# A tensor of several parts is what became of its worst part.
+# The outcome of a tensor with several parts is that of its worst part.
 WORST_FIRST = (
     HintStatus.ERROR,
     HintStatus.REFUSED,
@@ -64,19 +66,19 @@ WORST_FIRST = (
 
 
 def combine_outcomes(outcomes: Sequence[HintOutcome]) -> HintOutcome:
-    """What became of a tensor that is made of others."""
+    """The outcome of a tensor that consists of several tensors."""
     assert outcomes, "a tensor has at least one part"
     if len(outcomes) == 1:
         return outcomes[0]
     worst = min(outcomes, key=lambda outcome: WORST_FIRST.index(outcome.status))
-    same = all((one.status, one.reason) == (worst.status, worst.reason) for one in outcomes)
-    reason = worst.reason if same else f"a part of it: {worst.reason}"
-    return HintOutcome(worst.status, reason, None, tuple(span for one in outcomes for span in one.applied_to))
+    same = all((outcome.status, outcome.reason) == (worst.status, worst.reason) for outcome in outcomes)
+    reason = worst.reason if same else f"for a part of it: {worst.reason}"
+    return HintOutcome(worst.status, reason, None, tuple(span for outcome in outcomes for span in outcome.applied_to))
 
 
 @dataclass(frozen=True, slots=True)
 class BatchHintSummary:
-    """What became of the hints for one batch, the most frequent first."""
+    """The outcomes of the hints for one batch, the most frequent first."""
 
     rows: tuple[tuple[HintStatus, str, int], ...]
 
@@ -91,17 +93,17 @@ class BatchHintSummary:
 
     @property
     def status(self) -> HintStatus:
-        """The most frequent."""
+        """The most frequent status."""
         return self.rows[0][0] if self.rows else HintStatus.NO_EFFECT
 
     @property
     def reason(self) -> str:
-        """The most frequent."""
-        return self.rows[0][1] if self.rows else "no tensor in it"
+        """The most frequent reason of that status."""
+        return self.rows[0][1] if self.rows else "the batch has no tensors"
 
 
 class HintTally:
-    """Counts over a run. May be added to from several threads."""
+    """Counts of outcomes over a run. May be used from several threads."""
 
     def __init__(self) -> None:
         self._counts: OutcomeCounts = Counter()
@@ -119,14 +121,14 @@ class HintTally:
             return Counter(self._counts)
 
     def by_status(self) -> dict[str, int]:
-        """For telemetry: the statuses that occurred."""
+        """For telemetry: the number of hints by status, for statuses that occurred."""
         sums: Counter[str] = Counter()
         for (status, _), count in self.counts().items():
             sums[status.value] += count
         return dict(sums)
 
     def lines(self) -> list[str]:
-        """For the summary, the most frequent first: `applied: read back as asked (96)`."""
+        """For the run summary, the most frequent first: `applied: read back as requested (96)`."""
         return [
             f"{status}: {reason} ({count:,})"
             for status, reason, count in BatchHintSummary.from_counts(self.counts()).rows

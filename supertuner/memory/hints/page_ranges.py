@@ -1,8 +1,8 @@
-"""From a tensor to the whole pages that belong to it alone: what a hint may touch without touching a neighbour.
+"""Computes the whole pages that belong to a tensor alone, which a hint can cover without affecting other memory.
 
-A view covers its own bytes, not its storage. Ranges are rounded inward to pages, so a page that holds a single byte of
-something else is left out. Pure functions over (address, itemsize, shape, strides), and one that reads them off a
-tensor.
+A view covers its own bytes, not its storage. Ranges are rounded inward to pages, so that a page with a single byte of
+something else is excluded. Pure functions over (address, itemsize, shape, strides), and functions that read these from
+a tensor.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     import torch
 
 MAX_PIECES: Final = 1024
-"""Contiguous pieces of one view beyond which it is not hinted: each would be a call to the driver."""
+"""Maximum number of contiguous pieces of a view that is hinted: each would be a driver call."""
 
 
 @dataclass(frozen=True, slots=True)
 class StridedLayout:
-    """Where the elements of a strided tensor lie. Strides count elements, and are not negative."""
+    """The positions of a strided tensor's elements. Strides count elements and are not negative."""
 
     address: int
     itemsize: int
@@ -32,7 +32,7 @@ class StridedLayout:
 
     @property
     def span(self) -> AddressRange:
-        """From the first byte to the last. There may be bytes of others in between."""
+        """From the first byte to the last. Bytes of other tensors may lie in between."""
         if 0 in self.shape:
             return AddressRange(self.address, 0)
         reach = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
@@ -41,14 +41,14 @@ class StridedLayout:
 
 @dataclass(frozen=True, slots=True)
 class TooManyPieces:
-    """A view in more pieces than are worth hinting."""
+    """A view with too many pieces to be hinted."""
 
     pieces: int
 
 
 @dataclass(frozen=True, slots=True)
 class NoAddress:
-    """A tensor without memory of its own that could be hinted, and why."""
+    """A tensor without addressable memory, and why."""
 
     reason: str
 
@@ -56,16 +56,16 @@ class NoAddress:
 def whole_pages(
     layout: StridedLayout, page_bytes: int, max_pieces: int = MAX_PIECES
 ) -> tuple[AddressRange, ...] | TooManyPieces:
-    """The pages that hold nothing but bytes of this view, as ranges in order of address."""
+    """The pages that hold only bytes of this view, as ranges in order of address."""
     ranges = contiguous_pieces(layout, max_pieces)
     if not isinstance(ranges, TooManyPieces):
         return whole_pages_inside(ranges, page_bytes)
-    # Pieces that cannot fill a page even where two of them meet: whole pages or not, the answer is none.
+    # If even two adjacent pieces cannot fill a page, there is no whole page, so the pieces need not be enumerated.
     return () if 2 * _contiguous_run(layout)[0] < page_bytes else ranges
 
 
 def contiguous_pieces(layout: StridedLayout, max_pieces: int = MAX_PIECES) -> tuple[AddressRange, ...] | TooManyPieces:
-    """The bytes of a view as contiguous ranges in order of address, as few as there can be."""
+    """The bytes of a view as the fewest contiguous ranges, in order of address."""
     if 0 in layout.shape:
         return ()
     run_bytes, outer = _contiguous_run(layout)
@@ -94,7 +94,7 @@ def overlaps(first: AddressRange, second: AddressRange) -> bool:
 
 
 def plain_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | NoAddress:
-    """The plain tensors that hold a tensor's bytes: itself, or what a quantised or nested tensor is made of."""
+    """The plain tensors that hold a tensor's bytes: itself, or the components of a quantised or nested tensor."""
     import torch
 
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
@@ -104,8 +104,8 @@ def plain_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | NoAddress:
     if isinstance(tensor, FakeTensor):
         return NoAddress("a fake tensor has no memory")
     value: object = tensor
-    if not isinstance(value, torch.Tensor):  # whoever passes a batch, or a tensor's name, reads it in the outcome
-        return NoAddress(f"{type(value).__name__} is no tensor; batches have functions of their own")
+    if not isinstance(value, torch.Tensor):  # a caller that passes a batch or a name sees this reason in the outcome
+        return NoAddress(f"{type(value).__name__} is not a tensor; use the batch functions for a batch")
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return _check_plain(tensor)
@@ -116,11 +116,11 @@ def plain_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | NoAddress:
         if isinstance(inner, NoAddress):
             return inner
         parts += inner
-    return tuple(parts) if parts else NoAddress("a tensor without parts")
+    return tuple(parts) if parts else NoAddress("a tensor without components")
 
 
 def strided_layout(tensor: torch.Tensor) -> StridedLayout:
-    """Of a plain tensor, as `parts_of` gives them."""
+    """The layout of a plain tensor, as `plain_parts` returns them."""
     return StridedLayout(tensor.data_ptr(), tensor.element_size(), tuple(tensor.shape), tuple(tensor.stride()))
 
 
@@ -128,28 +128,32 @@ def _check_plain(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | NoAddress:
     import torch
 
     if tensor.layout != torch.strided:
-        return NoAddress(f"a tensor of layout {str(tensor.layout).removeprefix('torch.')} is not one piece of memory")
+        return NoAddress(
+            f"a tensor of layout {str(tensor.layout).removeprefix('torch.')} is not a single block of memory"
+        )
     if tensor.device.type == "meta":
         return NoAddress("a tensor on the meta device has no memory")
     if tensor.device.type not in ("cpu", "cuda"):
-        return NoAddress(f"no hints for memory of {tensor.device.type}")
+        return NoAddress(f"hints are not supported for memory of {tensor.device.type}")
     try:
         tensor.data_ptr()
     except (RuntimeError, ValueError):
-        # torch's answer for a wrapper (vmap, functionalize) and for a parameter that has no shape yet.
-        return NoAddress("this tensor has no memory of its own")
+        # torch raises this for a wrapper (vmap, functionalize) and for a parameter without a shape.
+        return NoAddress("this tensor has no memory")
     return (tensor,)
 
 
 def _contiguous_run(layout: StridedLayout) -> tuple[int, list[tuple[int, int]]]:
-    """The longest contiguous run from the innermost dimensions on, and (size, stride in bytes) of those around it."""
+    """Bytes of the longest contiguous run of the innermost dimensions, and (size, stride in bytes) of the outer
+    dimensions.
+    """
     dimensions: Sequence[tuple[int, int]] = sorted(
         ((stride * layout.itemsize, n) for n, stride in zip(layout.shape, layout.strides, strict=True) if n > 1),
     )
     run_bytes = layout.itemsize
     outer: list[tuple[int, int]] = []
     for stride, n in dimensions:
-        if not outer and stride <= run_bytes:  # the next run begins where this one ends, or inside it
+        if not outer and stride <= run_bytes:  # the next element begins where this run ends, or inside it
             run_bytes += stride * (n - 1)
         else:
             outer.append((n, stride))
@@ -157,7 +161,7 @@ def _contiguous_run(layout: StridedLayout) -> tuple[int, list[tuple[int, int]]]:
 
 
 def _merge_adjacent(spans: Iterable[AddressRange]) -> tuple[AddressRange, ...]:
-    """Ranges in order of address, with those that touch made one."""
+    """Merge adjacent and overlapping ranges, given in order of address."""
     merged: list[AddressRange] = []
     for span in spans:
         if merged and span.address <= merged[-1].end:

@@ -1,8 +1,9 @@
-"""What is asked for each tensor of a batch, by what it is: literal tables, and how its kind is read off its name.
+"""Which hints each tensor of a batch receives, by its kind: literal tables, and how the kind follows from the tensor's
+name.
 
-Two policies. "seeds" is what the documents that this engine began from did: latents and sound belong to the host, text
-and masks to the GPU. "default" is what the machine's rules suggest: whatever is in a batch is about to be read by the
-GPU, so it is sent there; what should stay in host memory is the cache's copy, which is hinted where it is attached.
+There are two policies. "forks" is what the GH200 forks did: latents and audio stay in host memory, text and masks go to
+the GPU. "default" follows from the rules of the machine: the GPU is about to read every tensor of a batch, so all are
+prefetched; what should stay in host memory is the cache's copy, which is hinted where it is attached.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-PolicyName: TypeAlias = Literal["default", "seeds"]
+PolicyName: TypeAlias = Literal["default", "forks"]
 
 
 class BatchTensorKind(StrEnum):
-    """What a tensor of a batch is."""
+    """The kind of a tensor in a batch."""
 
     LATENTS = "latents"
     CONDITIONING = "conditioning"
@@ -33,11 +34,11 @@ class BatchTensorKind(StrEnum):
     NOISE = "noise"
     SIGMAS = "levels"
     OTHER = "other"
-    """A name that no rule knows."""
+    """No rule matches the name."""
 
 
 class BatchHint(StrEnum):
-    """What can be asked for a tensor."""
+    """The hints of a policy."""
 
     PREFER_CPU = "prefer CPU"
     PREFER_GPU = "prefer GPU"
@@ -64,7 +65,7 @@ POLICIES: Final[Mapping[PolicyName, Mapping[BatchTensorKind, tuple[BatchHint, ..
         BatchTensorKind.SIGMAS: FETCH,
         BatchTensorKind.OTHER: FETCH,
     },
-    "seeds": {
+    "forks": {
         BatchTensorKind.LATENTS: TO_HOST,
         BatchTensorKind.CONDITIONING: TO_GPU,
         BatchTensorKind.UNCONDITIONAL: TO_GPU,
@@ -79,7 +80,7 @@ POLICIES: Final[Mapping[PolicyName, Mapping[BatchTensorKind, tuple[BatchHint, ..
         BatchTensorKind.OTHER: FETCH,
     },
 }
-"""Kind of tensor → what is asked for it, in this order."""
+"""Kind of tensor → its hints, in this order."""
 
 KIND_WORDS: Final[tuple[tuple[BatchTensorKind, tuple[str, ...]], ...]] = (
     (BatchTensorKind.MASKS, ("mask",)),
@@ -94,7 +95,7 @@ KIND_WORDS: Final[tuple[tuple[BatchTensorKind, tuple[str, ...]], ...]] = (
     (BatchTensorKind.SIGMAS, ("timestep", "sigma", "level")),
     (BatchTensorKind.SAMPLES, ("pixel", "image", "video", "sample", "frames")),
 )
-"""The first row with a word that is in the name (with those around it, as in `audio.latents`) tells the kind."""
+"""The first row with a word that occurs in the full name (such as `audio.latents`) determines the kind."""
 
 TENSOR_ATTRIBUTES: Final = (
     "latents",
@@ -108,11 +109,11 @@ TENSOR_ATTRIBUTES: Final = (
     "pooled_embeds",
     "attention_mask",
 )
-"""Where tensors are in objects of other trainers that are neither mappings nor dataclasses."""
+"""Attributes that hold tensors in other trainers' batch objects that are neither mappings nor dataclasses."""
 
 
 def tensor_kind(name: str) -> BatchTensorKind:
-    """What a tensor is by its name; names of what it lies in stand before it, with a dot between."""
+    """The kind of a tensor by its full name, which contains the names of its containers, separated by dots."""
     lowered = name.lower()
     for kind in BatchTensorKind:
         if lowered == kind.value:
@@ -124,7 +125,9 @@ def tensor_kind(name: str) -> BatchTensorKind:
 
 
 def named_tensors(batch: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a batch with its name: mappings, dataclasses, named tuples, lists, pairs of name and value."""
+    """Every tensor of a batch with its full name. Containers: mappings, dataclasses, named tuples, lists, (name, value)
+    pairs.
+    """
     import torch
 
     if isinstance(batch, torch.Tensor):
@@ -132,14 +135,14 @@ def named_tensors(batch: object, name: str = "") -> Iterator[tuple[str, torch.Te
         return
     for child_name, value in _children(batch):
         full_name = f"{name}.{child_name}" if name and child_name else child_name or name
-        if type(value) is torch.Tensor:  # most are: a generator for each would cost more than its hint
+        if type(value) is torch.Tensor:  # the common case: a generator per tensor would take longer than its hint
             yield full_name, value
         else:
             yield from named_tensors(value, full_name)
 
 
 def _children(batch: object) -> Iterable[tuple[str, object]]:
-    """What lies in a container, with the name of each; empty where it has none. What is no container has nothing."""
+    """The elements of a container with their names, "" where they have none; empty for anything else."""
     if isinstance(batch, Mapping):
         return [(key if isinstance(key, str) else str(key), value) for key, value in batch.items()]
     if isinstance(batch, (str, bytes, bytearray, int, float)) or batch is None:

@@ -1,16 +1,16 @@
-"""One hint, from the request to what became of it: foreseen where the rules of the memory decide, else told to the
-driver and checked.
+"""Issues one hint and determines its outcome: predicted where the kind of memory decides it, otherwise sent to the
+driver and verified.
 
 | memory  | prefetch, preferred location to the GPU | to the host | accessed by, read mostly |
 |---|---|---|---|
-| device  | no-effect: it is there for good | unsupported | no-effect |
-| managed | told, read back | told, read back | told, read back |
-| system, on ATS | told; prefetch: pages located | told; prefetch: pages located | no-effect, as documented |
+| device  | no-effect: it never leaves the GPU | unsupported | no-effect |
+| managed | sent, read back | sent, read back | sent, read back |
+| system, on ATS | sent; prefetch: pages located | sent; prefetch: pages located | no-effect, as documented |
 | system, not readable by the GPU | unsupported | unsupported | unsupported |
 | pinned  | no-effect: it is locked in host memory | no-effect | no-effect |
 
-A prefetch to the GPU that would leave too little of it free is refused here: system memory that went does not come
-back, and managed memory would push out what is in use.
+A prefetch to the GPU that would leave too little of its memory free is refused here: system memory that migrated does
+not come back, and managed memory would evict memory that is in use.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from supertuner.memory.driver import (
 from supertuner.memory.hints.outcomes import HintOutcome, HintStatus
 
 MAX_LOCATED_PAGES: Final = 1024
-"""Pages of one range whose place is asked of the kernel; more are sampled evenly."""
+"""Maximum number of pages of one range that are located through the kernel; larger ranges are sampled evenly."""
 REQUEST_ERRORS: Final = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_NOT_PERMITTED")
-"""Answers that are about this request. Any other says that something is wrong with the driver, or with us."""
+"""Driver errors that concern this request. Any other error means that the driver or this program has a fault."""
 
 
 class HintVerb(StrEnum):
     PREFER = "prefer"
-    """Keep it there when there is a choice. Moves nothing."""
+    """Keep the memory there when the driver has a choice. Moves nothing."""
     PREFETCH = "prefetch"
-    """Begin to move it there."""
+    """Start migrating it there."""
     ACCESSED_BY = "accessed by"
-    """Map it there without moving it."""
+    """Map it for that processor without migrating it."""
     READ_MOSTLY = "read mostly"
-    """Let each reader have a copy."""
+    """Let each reading processor have a copy."""
 
 
 ADVICE_BY_VERB: Final = {
@@ -62,7 +62,9 @@ class HintRequest:
     verb: HintVerb
     location: MemoryLocation
     cache_key: str = field(init=False, compare=False)
-    """The same for equal requests, and quick to look up: hashing a request itself takes longer than a hint may."""
+    """Equal for equal requests, and fast to look up: hashing the request itself takes longer than a
+    repeated hint may.
+    """
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache_key", f"{self.verb} {self.location}")
@@ -70,13 +72,13 @@ class HintRequest:
 
 @dataclass(frozen=True, slots=True)
 class HintIssuer:
-    """Where hints are asked: a driver, one of its GPUs, and how much of that GPU stays free."""
+    """Sends hints for one GPU to its driver, keeping `headroom_bytes` of the GPU free."""
 
     driver: Driver
     device: DeviceProperties
     headroom_bytes: int
     free_bytes: Callable[[], int | None]
-    """Free memory of the GPU; None: unknown."""
+    """Returns the free memory of the GPU; None if unknown."""
 
     def issue(
         self,
@@ -86,11 +88,12 @@ class HintIssuer:
         tensor_device: int | None = None,
         wait: bool = True,
     ) -> HintOutcome:
-        """Give one hint for whole pages of one piece of memory. `on`: the GPU that torch says it is on.
+        """Issue one hint for whole pages of one piece of memory. `tensor_device` is the GPU of the tensor according to
+        torch.
 
-        `wait`: stay until pages have moved, where only that tells whether they did.
+        With `wait`, waits until the pages have migrated where only that shows whether they did.
         """
-        assert spans, "no pages, no hint"
+        assert spans, "a hint needs at least one page"
         try:
             kind = self.driver.memory_kind_at(spans[0].address)
             predicted = self.predict_outcome(kind, request, tensor_device)
@@ -109,7 +112,7 @@ class HintIssuer:
     def predict_outcome(
         self, kind: MemoryKind, request: HintRequest, tensor_device: int | None = None
     ) -> HintOutcome | None:
-        """What becomes of a hint by the rules of the memory alone; None: it must be tried."""
+        """The outcome that follows from the kind of memory alone; None if the driver must be called."""
         to_gpu, is_access_hint = (
             isinstance(request.location, GpuLocation),
             request.verb in (HintVerb.ACCESSED_BY, HintVerb.READ_MOSTLY),
@@ -123,13 +126,13 @@ class HintIssuer:
                 isinstance(request.location, GpuLocation) and tensor_device in (None, request.location.device)
             )
             if stays:
-                return HintOutcome(HintStatus.NO_EFFECT, "device memory is on the GPU for good")
+                return HintOutcome(HintStatus.NO_EFFECT, "device memory never leaves its GPU")
             where = "another GPU" if to_gpu else "the host"
             return HintOutcome(
-                HintStatus.UNSUPPORTED, f"device memory is on its GPU for good, and never goes to {where}"
+                HintStatus.UNSUPPORTED, f"device memory never leaves its GPU, so it cannot move to {where}"
             )
         if kind is MemoryKind.MANAGED and self.device.concurrent_managed is False:
-            return HintOutcome(HintStatus.UNSUPPORTED, "this GPU takes no hints for managed memory")
+            return HintOutcome(HintStatus.UNSUPPORTED, "this GPU accepts no hints for managed memory")
         if kind is MemoryKind.SYSTEM and self.device.pageable is False:
             return HintOutcome(HintStatus.UNSUPPORTED, "ordinary memory, which this GPU cannot read")
         if kind is MemoryKind.SYSTEM and is_access_hint and self.device.host_page_tables:
@@ -158,26 +161,32 @@ class HintIssuer:
             return _error_outcome(error, applied_to)
         if kind is MemoryKind.SYSTEM and request.verb is HintVerb.PREFETCH:
             if not wait:
-                return HintOutcome(HintStatus.UNVERIFIED, "begun, and not waited for", None, tuple(applied_to))
+                return HintOutcome(HintStatus.UNVERIFIED, "started, and not waited for", None, tuple(applied_to))
             return self._verify_location(applied_to, request.location)
         return self._read_back(applied_to, request)
 
     def _read_back(self, spans: Sequence[AddressRange], request: HintRequest) -> HintOutcome:
-        """What the driver says afterwards. Of a prefetch it tells what was asked, not where the pages are."""
+        """Read the hint back from the driver. For a prefetch this returns the request, not where the pages are."""
         applied_to = tuple(spans)
         try:
             matches = [self._matches(span, request) for span in spans]
         except DriverError:
-            # It took the hint and has no answer for this memory: that is "unverified", not a failure of the hint.
-            return HintOutcome(HintStatus.UNVERIFIED, "the driver took it, and does not read it back", None, applied_to)
+            # It accepted the hint and cannot report on this memory: that is "unverified", not a failure of the hint.
+            return HintOutcome(
+                HintStatus.UNVERIFIED, "accepted by the driver, which does not read it back", None, applied_to
+            )
         if all(matches):
-            return HintOutcome(HintStatus.APPLIED, "read back as asked", None, applied_to)
+            return HintOutcome(HintStatus.APPLIED, "read back as requested", None, applied_to)
         if False in matches:
-            return HintOutcome(HintStatus.ERROR, "the driver took it, and reads back something else", None, applied_to)
-        return HintOutcome(HintStatus.UNVERIFIED, "the driver took it, and does not read it back", None, applied_to)
+            return HintOutcome(
+                HintStatus.ERROR, "accepted by the driver, which reads back something else", None, applied_to
+            )
+        return HintOutcome(
+            HintStatus.UNVERIFIED, "accepted by the driver, which does not read it back", None, applied_to
+        )
 
     def _matches(self, span: AddressRange, request: HintRequest) -> bool | None:
-        """Whether the driver reads back what was asked; None: it does not say."""
+        """Whether the driver reads back the request; None if it does not report it."""
         if request.verb is HintVerb.READ_MOSTLY:
             return self.driver.read_mostly(span)
         if request.verb is HintVerb.ACCESSED_BY:
@@ -190,7 +199,7 @@ class HintIssuer:
         return None if reported is None else same_location(request.location, reported)
 
     def _verify_location(self, spans: Sequence[AddressRange], location: MemoryLocation) -> HintOutcome:
-        """Where the kernel says that the pages are, once they have moved."""
+        """Locate the pages through the kernel, after they have migrated."""
         applied_to = tuple(spans)
         try:
             self.driver.synchronize(self.device.number)
@@ -199,16 +208,16 @@ class HintIssuer:
             return _error_outcome(error, applied_to)
         arrived = [self._is_at_location(node, location) for node in nodes]
         if None in arrived:
-            reason = "pages were begun to move, and the kernel does not tell where they are"
+            reason = "migration started, and the kernel does not report where the pages are"
             return HintOutcome(HintStatus.UNVERIFIED, reason, None, applied_to)
         if all(arrived):
             return HintOutcome(HintStatus.APPLIED, "the kernel finds its pages there", None, applied_to)
         if any(arrived):
             return HintOutcome(HintStatus.UNVERIFIED, "the kernel finds a part of its pages there", None, applied_to)
-        return HintOutcome(HintStatus.NO_EFFECT, "accepted, and the kernel finds its pages elsewhere", None, applied_to)
+        return HintOutcome(HintStatus.NO_EFFECT, "accepted, but the kernel finds its pages elsewhere", None, applied_to)
 
     def _is_at_location(self, node: int | None, location: MemoryLocation) -> bool | None:
-        """Whether a page on that NUMA node is where it was asked to be; None: it cannot be told."""
+        """Whether a page on that NUMA node is at the requested location; None if that is unknown."""
         if node is None or self.device.numa_node is None:
             return None
         if isinstance(location, HostNumaLocation):
@@ -218,14 +227,14 @@ class HintIssuer:
 
 
 def same_location(requested: MemoryLocation, reported: MemoryLocation) -> bool:
-    """Whether a home that was read back is the one asked for. "The host" is any of its nodes."""
+    """Whether a location that was read back is the requested one. "The host" includes each of its nodes."""
     if isinstance(requested, GpuLocation) or isinstance(reported, GpuLocation):
         return requested == reported
     return requested == reported or not isinstance(requested, HostNumaLocation)
 
 
 def page_addresses(spans: Sequence[AddressRange], page_bytes: int, limit: int = MAX_LOCATED_PAGES) -> list[int]:
-    """One address per page, evenly thinned out to at most `most`."""
+    """One address per page, evenly sampled down to at most `limit`."""
     total = sum(span.nbytes // page_bytes for span in spans)
     step = max(1, -(-total // limit))
     pages = [address for span in spans for address in range(span.address, span.end, page_bytes)[::step]]
@@ -233,7 +242,7 @@ def page_addresses(spans: Sequence[AddressRange], page_bytes: int, limit: int = 
 
 
 def _error_outcome(error: DriverError, applied_to: Sequence[AddressRange] = ()) -> HintOutcome:
-    """The driver's no, by its own name for it."""
+    """The outcome of a failed driver call."""
     request_status = HintStatus.REFUSED if error.name in REQUEST_ERRORS else HintStatus.ERROR
     status = HintStatus.UNSUPPORTED if error.unsupported else request_status
     return HintOutcome(status, str(error), None, tuple(applied_to))

@@ -1,1 +1,1 @@
-"""To be written."""
+"""The overflow allocator: torch's allocations spill to managed memory when GPU memory is full."""

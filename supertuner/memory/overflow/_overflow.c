@@ -1,19 +1,21 @@
-/* The overflow allocator: a plugin of PyTorch's caching allocator that gives device memory while there is some, and
- * managed memory from then on, up to hard limits; beyond them it gives NULL, which torch raises as OutOfMemoryError.
+/* The overflow allocator: a plugin of PyTorch's caching allocator. It allocates device memory while there is enough,
+ * then managed memory up to hard limits. Beyond these it returns NULL, which torch raises as OutOfMemoryError.
  *
  * Stages. In stage 1 a segment is device memory, as long as `reserve` bytes of the GPU stay free after it. The first
- * that does not fit so begins stage 2: managed memory, which the driver moves between GPU and host. Stage 2 ends when
- * `reserve` and a margin of 5 % of the GPU are free again; inside the margin nothing changes. What is refused changes
- * nothing either.
+ * segment that does not fit begins stage 2: managed memory, which the driver migrates between GPU and host. Stage 2
+ * ends when `reserve` plus a margin of 5 % of the GPU is free again; the margin prevents frequent changes between
+ * the stages. A refused request changes nothing.
  *
- * Threads. One mutex guards everything, and is never held across a call of the driver: allocating may wait for the GPU
- * and freeing always does, and neither another device nor whoever asks for statistics should wait with it. Bytes are
- * booked before the driver is asked and given back if it says no, so limits hold exactly, whoever comes at once. (Two
- * threads could count the same free GPU memory, and dip into the reserve; torch's own lock keeps them apart.)
+ * Threads. One mutex guards everything, and is never held during a driver call: allocating may wait for the GPU and
+ * freeing always does, and neither another device nor a reader of the statistics should wait with it. Bytes are
+ * booked before the driver is called and unbooked if it fails, so that limits hold exactly under concurrency. (Two
+ * threads could count the same free GPU memory and dip into the reserve; torch's own lock prevents that.)
  *
- * Fork. CUDA does not survive it: a child of a process that used this library gets NULL, and its frees do nothing.
+ * Fork. CUDA does not survive a fork: in a child of a process that used this library, allocations return NULL and
+ * frees do nothing.
  *
- * Whoever loads this library keeps it loaded: torch frees through it to the end. overflow.py mirrors the statistics. */
+ * The library must stay loaded, because torch frees memory through it until the process ends. plugin.py mirrors the
+ * statistics. */
 #define _GNU_SOURCE
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -34,103 +36,105 @@ enum pattern { GPU_FIRST, BALANCED, CPU_FIRST };
 
 struct statistics {
     uint32_t version, size;
-    int32_t stage, last_error; /* stage 0: nothing was asked for yet; last_error: the driver's, or -1 for our own */
+    int32_t stage, last_error; /* stage 0: no request yet; last_error: the driver's code, or -1 for our own */
     char last_call[32];
-    uint64_t total_bytes, free_bytes, reserve_bytes, margin_bytes, limit_bytes; /* of the GPU; free: when last asked */
+    /* of the GPU; free: at the last query */
+    uint64_t total_bytes, free_bytes, reserve_bytes, margin_bytes, limit_bytes;
     uint64_t bytes[2], peak_bytes[2], segments[2], allocations[2];              /* by kind: device, managed */
     uint64_t entered, left, frees, foreign_frees;
     uint64_t refused_ratio, refused_host, refused_driver, device_failures, advice_failures, free_failures;
-    uint64_t light_reclamations, hard_reclamations;           /* told by Python, which does them */
+    uint64_t light_reclamations, hard_reclamations;           /* reported by Python, which performs them */
     uint64_t host_floor_bytes, host_room_bytes, host_looks; /* the same for all devices */
 };
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static atomic_int forked;
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards what follows, the segments and the host */
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards everything below, the segments and the host */
 static struct state {
-    struct statistics said;
+    struct statistics stats;
     context context;
-    double ratio;     /* 0: not set, 5 is meant */
-    uint64_t reserve; /* one more than what was set; 0: not set, as much as the margin is meant */
+    double ratio;     /* 0: not set, means 5 */
+    uint64_t reserve; /* one more than the configured value; 0: not set, means the margin */
 } states[MAX_DEVICES];
 
 static void lock(void) { pthread_mutex_lock(&mutex); }
 static void unlock(void) { pthread_mutex_unlock(&mutex); }
 
-/* ---- the account: under the mutex, without the driver ---- */
+/* ---- bookkeeping: under the mutex, without driver calls ---- */
 
-static enum kind failed(struct state *state, const char *call, int code, uint64_t *count)
+static enum kind record_failure(struct state *state, const char *call, int code, uint64_t *count)
 {
-    state->said.last_error = code;
-    strncpy(state->said.last_call, call, sizeof state->said.last_call - 1);
+    state->stats.last_error = code;
+    strncpy(state->stats.last_call, call, sizeof state->stats.last_call - 1);
     ++*count;
     return REFUSED;
 }
 
-static int stage_with(const struct statistics *said, int64_t left) /* left: free after what is being asked for */
+static int stage_for(const struct statistics *stats, int64_t left) /* left: free bytes after the requested segment */
 {
-    uint64_t needed = said->reserve_bytes + (said->stage == 2 ? said->margin_bytes : 0);
+    uint64_t needed = stats->reserve_bytes + (stats->stage == 2 ? stats->margin_bytes : 0);
     return left < (int64_t)needed ? 2 : 1;
 }
 
-static void go_to(struct statistics *said, int stage)
+static void set_stage(struct statistics *stats, int stage)
 {
-    said->entered += stage == 2 && said->stage != 2;
-    said->left += stage == 1 && said->stage == 2;
-    said->stage = stage;
+    stats->entered += stage == 2 && stats->stage != 2;
+    stats->left += stage == 1 && stats->stage == 2;
+    stats->stage = stage;
 }
 
-static void account(struct state *state, const struct segment *segment, int sign)
+static void add_bytes(struct state *state, const struct segment *segment, int sign)
 {
-    state->said.bytes[segment->kind] += sign * segment->bytes;
+    state->stats.bytes[segment->kind] += sign * segment->bytes;
     if (segment->kind == MANAGED)
-        hand_out(sign * segment->bytes);
+        add_managed_bytes(sign * segment->bytes);
 }
 
 static enum kind book_as(struct state *state, struct segment *segment, enum kind kind)
 {
     if (kind == MANAGED && !host_allows(segment->bytes)) {
-        state->said.refused_host++;
+        state->stats.refused_host++;
         return REFUSED;
     }
     segment->kind = kind;
-    account(state, segment, 1);
+    add_bytes(state, segment, 1);
     return kind;
 }
 
-/* Decide what a segment will be, and count it as if the driver had given it. */
+/* Decide the kind of a segment, and book it as if the driver had allocated it. Returns REFUSED beyond a limit. */
 static enum kind book(struct state *state, struct segment *segment, uint64_t free_bytes, uint64_t total)
 {
-    struct statistics *said = &state->said;
-    said->free_bytes = free_bytes;
-    said->total_bytes = total;
-    said->margin_bytes = (uint64_t)(MARGIN * (double)total);
-    said->reserve_bytes = state->reserve ? state->reserve - 1 : said->margin_bytes;
-    if (said->reserve_bytes > total)
-        said->reserve_bytes = total;
-    said->limit_bytes = (uint64_t)((state->ratio > 0 ? state->ratio : 5.0) * (double)total);
-    if (said->bytes[DEVICE] + said->bytes[MANAGED] + segment->bytes > said->limit_bytes) {
-        said->refused_ratio++;
+    struct statistics *stats = &state->stats;
+    stats->free_bytes = free_bytes;
+    stats->total_bytes = total;
+    stats->margin_bytes = (uint64_t)(MARGIN * (double)total);
+    stats->reserve_bytes = state->reserve ? state->reserve - 1 : stats->margin_bytes;
+    if (stats->reserve_bytes > total)
+        stats->reserve_bytes = total;
+    stats->limit_bytes = (uint64_t)((state->ratio > 0 ? state->ratio : 5.0) * (double)total);
+    if (stats->bytes[DEVICE] + stats->bytes[MANAGED] + segment->bytes > stats->limit_bytes) {
+        stats->refused_ratio++;
         return REFUSED;
     }
-    int stage = stage_with(said, (int64_t)(free_bytes - segment->bytes));
+    int stage = stage_for(stats, (int64_t)(free_bytes - segment->bytes));
     enum kind kind = book_as(state, segment, stage == 1 ? DEVICE : MANAGED);
     if (kind != REFUSED)
-        go_to(said, stage);
+        set_stage(stats, stage);
     return kind;
 }
 
-/* Free memory said otherwise: it is in pieces, or another process was faster. Managed memory may still do. */
+/* The driver failed although it had reported enough free memory: the memory is fragmented, or another process was
+ * faster. Book managed memory instead. */
 static enum kind book_instead(struct state *state, struct segment *segment, int code)
 {
-    failed(state, "cuMemAlloc", code, &state->said.device_failures);
-    account(state, segment, -1);
+    record_failure(state, "cuMemAlloc", code, &state->stats.device_failures);
+    add_bytes(state, segment, -1);
     return book_as(state, segment, MANAGED);
 }
 
-/* ---- acts: with the driver, without the mutex ---- */
+/* ---- driver calls: without the mutex ---- */
 
-static void in_child(void)
+static void mark_forked(void)
 {
     atomic_store(&forked, 1);
     unlock();
@@ -138,26 +142,27 @@ static void in_child(void)
 
 static void load_once(void)
 {
-    load();
-    pthread_atfork(lock, unlock, in_child); /* so that a child never sees the account half written */
+    load_driver();
+    pthread_atfork(lock, unlock, mark_forked); /* so that a child never sees half-written bookkeeping */
 }
 
-/* Make the device's context current; 0, or what went wrong, which is counted there. */
-static int enter_counting(int device, struct contexts *contexts, uint64_t *count)
+/* Make the device's context current. Returns 0, or the error code, which is counted in `count`. */
+static int enter_context_counting(int device, struct contexts *contexts, uint64_t *count)
 {
     pthread_once(&once, load_once);
     const char *call = "fork";
-    int code = atomic_load(&forked) ? -1 : enter(&states[device].context, device, contexts, &call);
+    int code = atomic_load(&forked) ? -1 : enter_context(&states[device].context, device, contexts, &call);
     if (code) {
         lock();
-        failed(&states[device], call, code, count);
+        record_failure(&states[device], call, code, count);
         unlock();
     }
     return code;
 }
 
-/* gpu_first: pages live on the GPU and come back to it on use. balanced: mapped for the GPU wherever they are, moved by
- * the driver's own counters. cpu_first: they live on the host, and the GPU reads them over the link. */
+/* Advice per access pattern. gpu_first: the preferred location is the GPU, to which pages return on use. balanced:
+ * mapped for the GPU wherever they are, migrated by the driver's access counters. cpu_first: the preferred location
+ * is the host, and the GPU reads over the link. */
 static int advise_as(const struct segment *segment, enum pattern pattern)
 {
     struct location gpu = {AT_DEVICE, segment->device}, home = {AT_HOST, 0}, lives = pattern == GPU_FIRST ? gpu : home;
@@ -166,14 +171,14 @@ static int advise_as(const struct segment *segment, enum pattern pattern)
     return first ? first : second;
 }
 
-/* Fill in the segment; 0: refused, and nothing of it is left in the account. */
-static int obtain(struct state *state, struct segment *segment, enum pattern pattern)
+/* Allocate the segment. Returns 0 if it was refused; then nothing of it remains booked. */
+static int allocate_segment(struct state *state, struct segment *segment, enum pattern pattern)
 {
-    struct statistics *said = &state->said;
+    struct statistics *stats = &state->stats;
     size_t free_bytes = 0, total = 0;
     int code = cuda.info(&free_bytes, &total), advice = 0;
     lock();
-    enum kind kind = code ? failed(state, "cuMemGetInfo", code, &said->refused_driver)
+    enum kind kind = code ? record_failure(state, "cuMemGetInfo", code, &stats->refused_driver)
                           : book(state, segment, free_bytes, total);
     unlock();
     if (kind == DEVICE && (code = cuda.allocate(&segment->address, segment->bytes))) {
@@ -187,42 +192,43 @@ static int obtain(struct state *state, struct segment *segment, enum pattern pat
         return 0;
     lock();
     if (advice)
-        failed(state, "cuMemAdvise", advice, &said->advice_failures);
+        record_failure(state, "cuMemAdvise", advice, &stats->advice_failures);
     if (code) {
-        failed(state, "cuMemAllocManaged", code, &said->refused_driver);
-        account(state, segment, -1);
+        record_failure(state, "cuMemAllocManaged", code, &stats->refused_driver);
+        add_bytes(state, segment, -1);
     } else {
-        put(segment);
-        said->segments[kind]++;
-        said->allocations[kind]++;
-        if (said->bytes[kind] > said->peak_bytes[kind])
-            said->peak_bytes[kind] = said->bytes[kind];
+        insert_segment(segment);
+        stats->segments[kind]++;
+        stats->allocations[kind]++;
+        if (stats->bytes[kind] > stats->peak_bytes[kind])
+            stats->peak_bytes[kind] = stats->bytes[kind];
     }
     unlock();
     return !code;
 }
 
-static void *allocate(ssize_t asked, int device, enum pattern pattern)
+static void *allocate(ssize_t requested_bytes, int device, enum pattern pattern)
 {
     struct contexts contexts;
-    if (asked <= 0 || device < 0 || device >= MAX_DEVICES)
+    if (requested_bytes <= 0 || device < 0 || device >= MAX_DEVICES)
         return NULL;
     struct state *state = &states[device];
-    struct segment *segment = calloc(1, sizeof *segment); /* first: once there is memory, nothing here can fail */
-    if (!segment || enter_counting(device, &contexts, &state->said.refused_driver)) {
+    /* first, because nothing below may fail once there is GPU memory */
+    struct segment *segment = calloc(1, sizeof *segment);
+    if (!segment || enter_context_counting(device, &contexts, &state->stats.refused_driver)) {
         free(segment);
         return NULL;
     }
-    segment->bytes = (uint64_t)asked, segment->device = device;
-    int given = obtain(state, segment, pattern);
-    void *address = given ? (void *)segment->address : NULL;
-    if (!given)
+    segment->bytes = (uint64_t)requested_bytes, segment->device = device;
+    int allocated = allocate_segment(state, segment, pattern);
+    void *address = allocated ? (void *)segment->address : NULL;
+    if (!allocated)
         free(segment);
-    leave(contexts);
+    leave_context(contexts);
     return address;
 }
 
-/* ---- what torch calls: one entry for each access pattern, so that pools of different patterns share one account ---- */
+/* ---- called by torch: one entry per access pattern, so that pools of different patterns share one account ---- */
 
 #define ALLOC(name, pattern) \
     EXPORT void *name(ssize_t bytes, int device, void *stream) { (void)stream; return allocate(bytes, device, pattern); }
@@ -230,47 +236,47 @@ ALLOC(supertuner_alloc_gpu_first, GPU_FIRST)
 ALLOC(supertuner_alloc_balanced, BALANCED)
 ALLOC(supertuner_alloc_cpu_first, CPU_FIRST)
 
-/* What the driver does not take back stays in the account, and may be freed again. */
-EXPORT void supertuner_free(void *address, size_t asked, int device, void *stream)
+/* A segment that the driver fails to free stays booked, and may be freed again. */
+EXPORT void supertuner_free(void *address, size_t nbytes, int device, void *stream)
 {
-    (void)asked, (void)stream; /* what was noted here is surer: the size, and the device too */
+    (void)nbytes, (void)stream; /* the size and device recorded here are more reliable */
     if (!address || device < 0 || device >= MAX_DEVICES)
         return;
     lock();
-    struct segment *segment = take((uint64_t)address); /* before the driver may give the address to another thread */
+    struct segment *segment = remove_segment((uint64_t)address); /* before the driver can reuse the address for another thread */
     struct state *state = &states[segment ? segment->device : device];
-    struct statistics *said = &state->said;
-    int spilling = said->stage == 2;
-    said->foreign_frees += !segment;
+    struct statistics *stats = &state->stats;
+    int spilling = stats->stage == 2;
+    stats->foreign_frees += !segment;
     unlock();
     if (!segment)
         return;
     struct contexts contexts;
     size_t free_bytes = 0, total = 0;
-    int entered = !enter_counting(segment->device, &contexts, &said->free_failures);
+    int entered = !enter_context_counting(segment->device, &contexts, &stats->free_failures);
     int code = entered ? cuda.release(segment->address) : -1;
     int known = spilling && !code && !cuda.info(&free_bytes, &total);
     lock();
     if (code) {
-        put(segment);
+        insert_segment(segment);
         if (entered)
-            failed(state, "cuMemFree", code, &said->free_failures);
+            record_failure(state, "cuMemFree", code, &stats->free_failures);
     } else {
-        account(state, segment, -1);
-        said->segments[segment->kind]--;
-        said->frees++;
+        add_bytes(state, segment, -1);
+        stats->segments[segment->kind]--;
+        stats->frees++;
         free(segment);
     }
-    if (known && said->stage == 2)
-        go_to(said, stage_with(said, (int64_t)(said->free_bytes = free_bytes)));
+    if (known && stats->stage == 2)
+        set_stage(stats, stage_for(stats, (int64_t)(stats->free_bytes = free_bytes)));
     unlock();
     if (entered)
-        leave(contexts);
+        leave_context(contexts);
 }
 
-/* ---- what Python calls ---- */
+/* ---- called by Python ---- */
 
-/* reserve: bytes of the GPU to keep free, UINT64_MAX for as much as the margin. 0, or -1 for what makes no sense. */
+/* reserve: GPU bytes to keep free; UINT64_MAX: as many as the margin. Returns 0, or -1 for invalid arguments. */
 EXPORT int supertuner_overflow_configure(int device, double ratio, uint64_t reserve)
 {
     if (device < 0 || device >= MAX_DEVICES || !(ratio >= 1 && ratio <= 1e6))
@@ -282,12 +288,12 @@ EXPORT int supertuner_overflow_configure(int device, double ratio, uint64_t rese
     return 0;
 }
 
-/* The host's side, for all devices: what to leave free, what may be handed out between two looks, what a container could
- * hold of managed memory (UINT64_MAX: no container), and the file to look at. */
+/* Limits of host memory, for all devices: bytes to keep free, bytes that may be allocated between two readings,
+ * managed bytes that a container could hold (UINT64_MAX: no container), and the file to read. */
 EXPORT void supertuner_overflow_host(uint64_t floor, uint64_t reserve, uint64_t cap, const char *meminfo)
 {
     lock();
-    host.floor = floor, host.reserve = reserve, host.cap = cap, host.due = 1;
+    host.floor = floor, host.reserve = reserve, host.cap = cap, host.stale = 1;
     strncpy(host.meminfo, meminfo, sizeof host.meminfo - 1);
     unlock();
 }
@@ -297,15 +303,15 @@ EXPORT void supertuner_overflow_reclaimed(int device, uint64_t light, uint64_t h
     if (device < 0 || device >= MAX_DEVICES)
         return;
     lock();
-    states[device].said.light_reclamations += light;
-    states[device].said.hard_reclamations += hard;
+    states[device].stats.light_reclamations += light;
+    states[device].stats.hard_reclamations += hard;
     unlock();
 }
 
-EXPORT int supertuner_overflow_kind(const void *address) /* of a live segment: 0 device, 1 managed; -1: not ours */
+EXPORT int supertuner_overflow_kind(const void *address) /* kind of a live segment: 0 device, 1 managed; -1: not ours */
 {
     lock();
-    struct segment *found = *place_of((uint64_t)address);
+    struct segment *found = *find_link((uint64_t)address);
     int kind = found ? found->kind : REFUSED;
     unlock();
     return kind;
@@ -316,9 +322,9 @@ EXPORT int supertuner_overflow_statistics(int device, struct statistics *out, si
     if (device < 0 || device >= MAX_DEVICES || size != sizeof *out)
         return -1;
     lock();
-    *out = states[device].said;
+    *out = states[device].stats;
     out->version = STATISTICS_VERSION, out->size = sizeof *out;
-    out->host_floor_bytes = host.floor, out->host_room_bytes = host.room, out->host_looks = host.looks;
+    out->host_floor_bytes = host.floor, out->host_room_bytes = host.room, out->host_looks = host.readings;
     unlock();
     return 0;
 }

@@ -1,8 +1,9 @@
-/* The few functions of the CUDA driver that the overflow allocator calls, found when the first segment is asked for, and
- * the context that they are called in.
+/* The few CUDA driver functions that the overflow allocator calls, looked up at the first request, and the context
+ * that they are called in.
  *
- * No CUDA headers and nothing linked: libcuda.so.1 is opened by name, and a name with its version has one signature for
- * good. `load_error` is 0 when everything was found; else `load_call` says what was not. Part of _overflow.c. */
+ * There are no CUDA headers and nothing is linked: libcuda.so.1 is opened by name, and a versioned function name has
+ * one permanent signature. `load_error` is 0 if everything was found; otherwise `load_call` names what was missing.
+ * Part of _overflow.c. */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -17,12 +18,12 @@ static struct {
     int (*info)(size_t *, size_t *), (*allocate)(uint64_t *, size_t), (*release)(uint64_t);
     int (*allocate_managed)(uint64_t *, size_t, unsigned);
     int (*advise)(uint64_t, size_t, int, struct location); /* since CUDA 12.2 */
-    int (*advise_by_number)(uint64_t, size_t, int, int);   /* before: a device, or -1 for the host */
+    int (*advise_by_number)(uint64_t, size_t, int, int);   /* before CUDA 12.2: a device, or -1 for the host */
 } cuda;
 static const char *load_call;
 static int load_error;
 
-static void load(void)
+static void load_driver(void)
 {
     int version = 0;
     void *library = dlopen(load_call = "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -52,9 +53,9 @@ static void load(void)
 typedef _Atomic(void *) context;
 struct contexts { void *ours, *before; };
 
-/* Make the device's primary context, which is torch's too, current: from `known` on, once it was asked for. 0, or the
- * driver's code for `call`; then nothing was changed. */
-static int enter(context *known, int device, struct contexts *contexts, const char **call)
+/* Make the device's primary context, which torch uses as well, current, and cache it in `known`. Returns 0, or the
+ * driver's code of the failed `call`; then nothing was changed. */
+static int enter_context(context *known, int device, struct contexts *contexts, const char **call)
 {
     int handle = 0, code = load_error;
     *call = load_call;
@@ -73,7 +74,7 @@ static int enter(context *known, int device, struct contexts *contexts, const ch
     return code;
 }
 
-static void leave(struct contexts contexts)
+static void leave_context(struct contexts contexts)
 {
     if (contexts.before != contexts.ours)
         cuda.make_current(contexts.before);

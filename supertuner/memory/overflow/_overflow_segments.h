@@ -1,7 +1,9 @@
-/* The live segments of the overflow allocator, by address: constant time, for as many as there can be.
+/* The live segments of the overflow allocator by address: a hash table with constant-time operations.
  *
- * A table of chains that never grows: torch's segments are 2 MiB and more, so that even 100,000 of them, 200 GB, share few
- * buckets. The caller makes the segment and holds the mutex. Part of _overflow.c. */
+ * The number of buckets is fixed: torch's segments have at least 2 MiB, so that even 100,000 of them, 200 GB, share
+ * few buckets. The multiplier is 2^64 divided by the golden ratio (Fibonacci hashing; Knuth, TAOCP volume 3, section
+ * 6.4), which spreads equally spaced addresses evenly. The caller allocates the segment and holds the mutex. Part of
+ * _overflow.c. */
 #include <stdint.h>
 
 #define BUCKET_BITS 17
@@ -14,7 +16,7 @@ struct segment {
 
 static struct segment *buckets[1 << BUCKET_BITS];
 
-static struct segment **place_of(uint64_t address) /* where a pointer to that segment is, or would be */
+static struct segment **find_link(uint64_t address) /* the link that points, or would point, to that segment */
 {
     struct segment **at = &buckets[(address >> 9) * UINT64_C(0x9E3779B97F4A7C15) >> (64 - BUCKET_BITS)];
     while (*at && (*at)->address != address)
@@ -22,16 +24,16 @@ static struct segment **place_of(uint64_t address) /* where a pointer to that se
     return at;
 }
 
-static void put(struct segment *segment)
+static void insert_segment(struct segment *segment)
 {
-    struct segment **at = place_of(segment->address);
+    struct segment **at = find_link(segment->address);
     segment->next = *at;
     *at = segment;
 }
 
-static struct segment *take(uint64_t address) /* NULL: there is none */
+static struct segment *remove_segment(uint64_t address) /* NULL: no such segment */
 {
-    struct segment **at = place_of(address), *found = *at;
+    struct segment **at = find_link(address), *found = *at;
     if (found)
         *at = found->next;
     return found;

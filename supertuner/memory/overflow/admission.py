@@ -1,4 +1,6 @@
-"""Whether overflow can be had on this machine and below this torch, and within which limits; a no has its reason."""
+"""Decides whether overflow is possible on this machine and with this torch, and with which limits; a refusal has its
+reason.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +21,26 @@ if TYPE_CHECKING:
 
 SETTINGS_KEY: Final = "memory.overflow"
 HOST_FLOOR_SHARE: Final = 0.10
-"""Of host memory, where `host_floor_gb` is not set."""
+"""Share of host memory that stays free if `host_floor_gb` is not set."""
 _TURN_OFF_HINT: Final = f"set {SETTINGS_KEY}.enabled to false"
 
 
 @dataclass(frozen=True, slots=True)
 class TorchAllocatorFacts:
-    """What speaks for or against overflow below this torch."""
+    """Properties of this torch that overflow depends on."""
 
     version: str
     sees_gpu: bool
     backend: str = "native"
-    """Which allocator it runs on: only its own has pools."""
+    """The allocator in use: only torch's native one has pools."""
     memory_fraction: float = 1.0
-    """The share of GPU memory that it was told to keep to."""
+    """The share of GPU memory that torch is limited to."""
     has_uvm_statistics: bool = False
-    """It has `uvm.*` statistics itself: a patched torch."""
+    """Whether torch itself has `uvm.*` statistics: a patched build."""
 
 
 def torch_allocator_facts(device: torch.device) -> TorchAllocatorFacts:
-    """This torch, asked about one of its devices."""
+    """The properties of this torch for one of its devices."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return TorchAllocatorFacts(torch.__version__, sees_gpu=False)
     return TorchAllocatorFacts(
@@ -51,7 +53,7 @@ def torch_allocator_facts(device: torch.device) -> TorchAllocatorFacts:
 
 
 def with_device_index(device: torch.device) -> torch.device:
-    """A GPU by its number: "cuda" is the one that is current, which need not be the first."""
+    """The device with its index: "cuda" is the current GPU, which need not be the first."""
     number: int | None = device.index
     if device.type != "cuda" or number is not None:
         return device
@@ -61,7 +63,7 @@ def with_device_index(device: torch.device) -> torch.device:
 def unavailable_reason(
     settings: Settings, facts: MachineFacts, device: torch.device, torch_state: TorchAllocatorFacts, host: HostFacts
 ) -> str | None:
-    """Why overflow cannot be had here, and what to do; None: nothing speaks against it."""
+    """Why overflow is not possible, with a remedy; None if it is."""
     if not settings.enabled:
         return f"{SETTINGS_KEY}.enabled is false"
     if device.type != "cuda":
@@ -69,9 +71,9 @@ def unavailable_reason(
     number = device.index or 0
     gpu = next((gpu.device for gpu in facts.gpus if gpu.device.number == number), None)
     if gpu is None:
-        return f"there is no GPU {number} here ({facts.no_gpu_reason or 'the driver has fewer'}); {_TURN_OFF_HINT}"
+        return f"there is no GPU {number} ({facts.no_gpu_reason or 'the driver has fewer'}); {_TURN_OFF_HINT}"
     if host.memory_available() is None:
-        return "the host's available memory cannot be read in /proc/meminfo, so no floor of it can be kept"
+        return "the host's available memory cannot be read from /proc/meminfo, so host_floor_gb cannot be kept free"
     return _gpu_problem(gpu, facts) or _torch_problem(torch_state) or _host_floor_problem(settings, host)
 
 
@@ -83,19 +85,19 @@ def _host_floor_problem(settings: Settings, host: HostFacts) -> str | None:
 
 
 def settings_warning(settings: Settings, gpu_bytes: int) -> str | None:
-    """What can be had, and will surprise; None: nothing."""
+    """A setting that works but may be unintended; None if there is none."""
     reserve = settings.gpu_reserve_gb
     if reserve is None or reserve * GIB < gpu_bytes:
         return None
-    return f"gpu_reserve_gb is {reserve:g}, and the GPU has {bytes_text(gpu_bytes)}: every allocation will be managed"
+    return f"gpu_reserve_gb is {reserve:g}, and the GPU has {bytes_text(gpu_bytes)}: all memory will be managed"
 
 
 def _gpu_problem(gpu: DeviceProperties, facts: MachineFacts) -> str | None:
     if facts.one_pool:
-        return f"CPU and GPU share one memory on {gpu.name}, so there is nowhere to spill to; {_TURN_OFF_HINT}"
+        return f"CPU and GPU share one memory on {gpu.name}, so there is no second memory to spill to; {_TURN_OFF_HINT}"
     if gpu.managed is False or gpu.concurrent_managed is False:
-        missing = "managed memory" if gpu.managed is False else "managed memory that CPU and GPU use at once"
-        return f"{gpu.name} has no {missing}, without which GPU memory cannot be exceeded; {_TURN_OFF_HINT}"
+        missing = "managed memory" if gpu.managed is False else "managed memory that CPU and GPU can use concurrently"
+        return f"{gpu.name} has no {missing}, which overflow requires; {_TURN_OFF_HINT}"
     return None
 
 
@@ -103,32 +105,36 @@ def _torch_problem(torch_state: TorchAllocatorFacts) -> str | None:
     if not torch_state.sees_gpu:
         return f"torch {torch_state.version} sees no GPU; install a CUDA build of torch, or {_TURN_OFF_HINT}"
     if parse_version(torch_state.version) < OLDEST_TORCH:
-        return f"torch {torch_state.version} is too old for it; install {'.'.join(map(str, OLDEST_TORCH))} or newer, or {_TURN_OFF_HINT}"
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        return f"torch {torch_state.version} is too old for overflow; install {oldest} or newer, or {_TURN_OFF_HINT}"
     if torch_state.backend != "native":
-        return f"torch runs on {torch_state.backend}, which has no pools; remove backend from its allocator variable"
+        remedy = "remove `backend` from PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
+        return f"torch uses {torch_state.backend}, which has no pools; {remedy}"
     if torch_state.has_uvm_statistics:
-        return f"this torch is patched and spills by itself (it has uvm.* statistics); use one of the two: {_TURN_OFF_HINT}"
+        problem = "this torch is patched and spills by itself (it has uvm.* statistics)"
+        return f"{problem}; use only one of the two: {_TURN_OFF_HINT}"
     if torch_state.memory_fraction < 1.0:
-        problem = f"a memory fraction of {torch_state.memory_fraction:g} is set for torch, which counts spilled memory as well"
+        fraction = f"{torch_state.memory_fraction:g}"
+        problem = f"a memory fraction of {fraction} is set for torch, which counts spilled memory as well"
         return f"{problem}; remove the fraction, or {_TURN_OFF_HINT}"
     return None
 
 
 class HostCapacity:
-    """What the host could hold of managed memory if all of it were sent home, from what is available now and then.
+    """Estimates how much managed memory the host could hold if all of it were moved to the host.
 
-    It is no more than what is available and what was handed out, together: that sees what others take. And no more
-    than what was available when less was handed out: that sees what was handed out and is not in the host yet. The
-    plugin has the same rule for what it can see itself.
+    The estimate has two upper bounds. Available plus allocated memory, which accounts for what other processes take.
+    And the memory that was available when less was allocated, which accounts for memory that is allocated but not yet
+    in the host. The plugin applies the same rule to what it can see itself.
     """
 
     def __init__(self) -> None:
         self._upper_bound: int | None = None
 
     def update(self, available: int, managed_bytes: int) -> int:
-        """The room, when `managed_bytes` live and the host has so much `available` beside them."""
+        """The estimate when `managed_bytes` are allocated and the host has `available` bytes left."""
         if self._upper_bound is None:
-            self._upper_bound = available + managed_bytes  # where the first of them are, nobody knows
+            self._upper_bound = available + managed_bytes  # where the first allocations reside is unknown
         self._upper_bound = max(self._upper_bound, available) if managed_bytes else available
         return min(self._upper_bound, available + managed_bytes)
 
@@ -136,8 +142,8 @@ class HostCapacity:
 def overflow_limits(settings: Settings, host: HostFacts, *, host_capacity: int | None) -> OverflowLimits:
     """The plugin's limits.
 
-    `room`: what the host, or this process's container, could hold of managed memory. That is without free GPU memory,
-    which the kernel of a superchip counts among the host's.
+    `host_capacity` is the managed memory that the host, or this process's container, could hold, without free GPU
+    memory, which the kernel of a superchip counts as the host's.
     """
     total = host.memory_total() or 0
     floor = settings.host_floor_gb * GIB if settings.host_floor_gb is not None else HOST_FLOOR_SHARE * total

@@ -1,7 +1,7 @@
-"""The overflow allocator's plugin as Python sees it: found, given its limits, and asked for its statistics.
+"""Python's view of the overflow allocator plugin: finding it, setting its limits, and reading its statistics.
 
-The plugin is a library of C that torch calls for each segment; `pools.py` routes torch to it. All of its state lives in
-the library, once per process: opening it again gives the same account. Nothing here imports torch or touches a GPU.
+The plugin is a C library that torch calls for each segment; `pools.py` routes torch to it. Its state belongs to the
+library, once per process: opening it again gives the same account. This file imports no torch and uses no GPU.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ AccessPattern: TypeAlias = Literal["gpu_first", "balanced", "cpu_first"]
 
 FREE_SYMBOL: Final = "supertuner_free"
 UNLIMITED: Final = (1 << 64) - 1
-"""What the plugin takes for "not set"."""
+"""The plugin's value for "not set"."""
 _MAX_BYTES: Final = 1 << 63
-"""More than any memory, and still a number to C."""
+"""Larger than any memory, and still representable in C."""
 _STATISTICS_VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
 class OverflowLimits:
-    """What the plugin keeps to, for one GPU."""
+    """The plugin's limits for one GPU."""
 
     ratio: float = 5.0
-    """Live bytes, device and managed, as a multiple of GPU memory."""
+    """Maximum live bytes, device plus managed, as a multiple of GPU memory."""
     gpu_reserve_bytes: int | None = None
     """GPU memory that stays free; None: 5 % of it."""
     host_floor_bytes: int = 0
     """Host memory that stays free."""
     host_reserve_bytes: int = 1 << 30
-    """Managed memory that may be handed out between two looks at the host's free memory."""
+    """Managed memory that may be allocated between two readings of the host's available memory."""
     host_cap_bytes: int | None = None
-    """What this process's container could hold of managed memory; None: it is in none."""
+    """Managed memory that this process's container could hold; None: no container."""
     meminfo: Path = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
 class OverflowStats:
-    """The plugin's account of one GPU since the process began."""
+    """The plugin's statistics of one GPU since the process started."""
 
     stage: int
-    """1: device memory is given; 2: managed memory is. 0: nothing was asked for yet."""
+    """1: the plugin allocates device memory; 2: managed memory; 0: no request yet."""
     entered: int
-    """How often stage 2 began …"""
+    """How often stage 2 began."""
     left: int
-    """… and ended."""
+    """How often stage 2 ended."""
     total_bytes: int
     free_bytes: int
-    """Of the GPU, when the plugin last asked."""
+    """Free GPU memory at the plugin's last query."""
     reserve_bytes: int
     margin_bytes: int
     limit_bytes: int
@@ -67,13 +67,15 @@ class OverflowStats:
     managed_allocations: int
     frees: int
     foreign_frees: int
-    """Pointers that the plugin was asked to free and had not given; ignored."""
+    """Requests to free pointers that the plugin had not allocated; ignored."""
     refused_ratio: int
     refused_host: int
     refused_driver: int
-    """Refusals by reason: the oversubscription ratio, the floor of host memory, the driver."""
+    """Refusals by reason: oversubscription ratio, host memory floor, driver."""
     device_failures: int
-    """Device memory that the driver refused although it had called it free; managed memory was tried instead."""
+    """Device allocations that failed although the driver had reported enough free memory; managed memory was tried
+    instead.
+    """
     advice_failures: int
     free_failures: int
     light_reclamations: int
@@ -82,7 +84,7 @@ class OverflowStats:
     host_room_bytes: int
     host_looks: int
     last_error: int
-    """The driver's code for the last call that failed, -1 for an error of our own, 0 for none."""
+    """The driver's code of the last failed call, -1 for an error of the plugin itself, 0 for none."""
     last_call: str
 
     @property
@@ -109,7 +111,9 @@ class _CStatistics(ctypes.Structure):
 
 
 class OverflowPlugin:
-    """The plugin in this process. It is never unloaded: torch frees through it to the end."""
+    """The plugin in this process. It is never unloaded, because torch frees memory through it until the
+    process ends.
+    """
 
     def __init__(self, library: Path) -> None:
         self.library = library
@@ -117,7 +121,7 @@ class OverflowPlugin:
         self._library.supertuner_overflow_kind.argtypes = (ctypes.c_void_p,)
 
     def configure(self, limits: OverflowLimits, device: int = 0) -> None:
-        """Limits hold from the next segment on; what lives already stays."""
+        """Set the limits. They apply from the next segment on; existing segments stay."""
         reserve = UNLIMITED if limits.gpu_reserve_bytes is None else min(limits.gpu_reserve_bytes, _MAX_BYTES)
         status = self._library.supertuner_overflow_configure(
             device, ctypes.c_double(limits.ratio), ctypes.c_uint64(reserve)
@@ -135,27 +139,27 @@ class OverflowPlugin:
             device, ctypes.byref(raw), ctypes.c_size_t(ctypes.sizeof(raw))
         )
         assert status == 0 and raw.version == _STATISTICS_VERSION, (
-            "the plugin was built from other sources than this file"
+            "the plugin was built from a different version of its source"
         )
         values = {name: getattr(raw, name) for name in OverflowStats.__slots__}
         return OverflowStats(**{**values, "last_call": raw.last_call.decode("ascii", "replace")})
 
     def segment_kind(self, segment: int) -> MemoryKind | None:
-        """What the segment that begins at this address is; None: none of the plugin's begins there."""
+        """The kind of the plugin's segment that begins at this address; None if there is none."""
         return {0: MemoryKind.DEVICE, 1: MemoryKind.MANAGED}.get(self._library.supertuner_overflow_kind(segment))
 
     def count_reclamations(self, light: int = 0, hard: int = 0, device: int = 0) -> None:
-        """Count what was given back, beside what was handed out."""
+        """Add reclamations to the statistics."""
         self._library.supertuner_overflow_reclaimed(device, ctypes.c_uint64(light), ctypes.c_uint64(hard))
 
 
 def alloc_symbol(pattern: AccessPattern) -> str:
-    """The function of the plugin that gives memory of this access pattern."""
+    """The plugin's allocation function for this access pattern."""
     return f"supertuner_alloc_{pattern}"
 
 
 def find_plugin() -> Path | NotAvailable:
-    """The plugin, if it was built when the package was installed."""
+    """The path of the plugin, if it was built when the package was installed."""
     this_file = Path(__file__)
     candidates = (
         path for suffix in EXTENSION_SUFFIXES if (path := this_file.with_name(f"_overflow{suffix}")).is_file()

@@ -1,8 +1,8 @@
-"""Overflow for a whole run: torch's allocations routed through the plugin, and memory taken back between steps.
+"""Overflow for a whole run: routes torch's allocations through the plugin, and reclaims memory between steps.
 
-`open_pools` refuses, with the reason, wherever spilling cannot work or buys nothing. While pools are open, every
-segment that torch asks for comes from the plugin; closing them leaves torch as it was, and tensors that live on stay
-valid.
+`open_overflow_pools` raises, with the reason, wherever spilling cannot work or gains nothing. While pools are open, the
+plugin provides every segment that torch requests. Closing them restores torch's previous state; tensors that still
+exist stay valid.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ TensorClass: TypeAlias = Literal["weights", "state"]
 
 RECLAIMED_EVENT: Final = "memory.reclaimed"
 MAX_LIMITS_AGE_S: Final = 0.25
-"""How old the host's limits may be, which only Python can see all of: reading them takes a tenth of a millisecond."""
+"""Maximum age of the host's limits, which only Python can determine completely. Reading them takes 0.1 ms."""
 SNAPSHOT_TIME_SHARE: Final = 0.01
-"""Of a run's time, that looking through torch's segments may take: microseconds for each of them."""
+"""Share of a run's time that taking snapshots of torch's segments may use; each segment takes microseconds."""
 DISCARD_API_VERSION: Final = 13000
-"""The driver's version from which managed memory can be discarded."""
+"""The first driver version that can discard managed memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReclaimedBytes:
-    """What one step's end took back."""
+    """Bytes reclaimed at the end of one step."""
 
     light_bytes: int = 0
     hard_bytes: int = 0
@@ -77,9 +77,10 @@ def open_overflow_pools(
     driver: Driver | NotAvailable,
     device: torch.device | int = 0,
 ) -> OverflowPools:
-    """Route torch's allocations on `device` through the plugin; MemoryEngineError says why where that cannot be.
+    """Route torch's allocations on `device` through the plugin. Raises MemoryEngineError with the reason if that is not
+    possible.
 
-    `driver` takes memory back between steps; without one only the pools' own cache can be given up.
+    `driver` reclaims memory between steps; without one only the pools' own cache can be released.
     """
     torch_device = with_device_index(torch.device("cuda", device) if isinstance(device, int) else device)
     reason = unavailable_reason(settings, facts, torch_device, torch_allocator_facts(torch_device), host)
@@ -92,7 +93,7 @@ def open_overflow_pools(
 
 
 class OverflowPools:
-    """One pool for all tensors, and one more for each class of them whose access pattern is another."""
+    """One pool for all tensors, and one more for each tensor class with a different access pattern."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class OverflowPools:
         self.close()
 
     def close(self) -> None:
-        """End the routing. What was given stays valid, and is freed through the plugin."""
+        """End the routing. Existing memory stays valid and is freed through the plugin."""
         if self._pools:
             self._route.end(self._pools[self._current])
             self._route.close()
@@ -145,7 +146,7 @@ class OverflowPools:
 
     @contextmanager
     def allocating(self, tensor_class: TensorClass) -> Iterator[None]:
-        """Allocations inside are of this class: the whole process's, where the whole process is routed."""
+        """Use the pool of this tensor class inside the block, for the whole process if the whole process is routed."""
         before, pattern = self._current, self._patterns[tensor_class]
         self._refresh_limits(self.stats())
         self._switch(pattern)
@@ -158,17 +159,21 @@ class OverflowPools:
         return self._plugin.stats(self._device)
 
     def reclaim_between_steps(self) -> ReclaimedBytes:
-        """Take back what is worth it: microseconds while nothing has spilled, a hundredth of the time from then on."""
+        """Reclaim memory where it pays off: takes microseconds while nothing has spilled, and at most 1 % of the time
+        afterwards.
+        """
         self._steps += 1
         account = self.stats()
         refused, self._refusals = account.refusals > self._refusals, account.refusals
         self._refresh_limits(account)
         start_s, idle = time.monotonic(), not account.managed_bytes and not self._has_retired_segments
+        # A snapshot of all segments is the expensive part. It is skipped while nothing has spilled, and while the time
+        # of the last one still exceeds SNAPSHOT_TIME_SHARE. A refusal is always examined.
         if not refused and (idle or start_s < self._next_snapshot_s):
             return ReclaimedBytes()
         segments = self._segments()
         if self._has_retired_segments:
-            torch.cuda.empty_cache()  # segments of earlier pools, as far as their tensors are gone by now
+            torch.cuda.empty_cache()  # frees segments of earlier pools whose tensors are gone by now
             account = self.stats()
             held_bytes = account.device_bytes + account.managed_bytes
             self._has_retired_segments = held_bytes > sum(segment.span.nbytes for segment in segments)
@@ -179,23 +184,27 @@ class OverflowPools:
         return ReclaimedBytes(light, 0 if reason is None else self.rebuild(reason))
 
     def rebuild(self, reason: str) -> int:
-        """Drop the pools and begin anew: cached segments go back to the driver. The bytes that went."""
+        """Replace the pools, so that cached segments return to the driver. Returns the freed bytes."""
         before = self.stats()
         torch.cuda.synchronize(self._device)
+        # The new pools must receive all allocations before the old ones are dropped. Dropping a MemPool returns its
+        # free segments to the driver; segments with live tensors stay until these tensors end.
         before_pools, self._pools = self._pools, {pattern: self._new_pool(pattern) for pattern in self._pools}
         self._route.switch(before_pools[self._current], self._pools[self._current])
         before_pools.clear()
-        torch.cuda.empty_cache()  # what earlier pools still held and nobody uses any more
+        torch.cuda.empty_cache()  # frees cached segments that earlier pools still held
         after = self.stats()
         freed = before.device_bytes + before.managed_bytes - after.device_bytes - after.managed_bytes
         self._has_retired_segments, self._last_hard_step, self._next_snapshot_s = True, self._steps, 0.0
         self._plugin.count_reclamations(hard=1, device=self._device)
         self._emit_reclaimed("hard", freed, reason)
-        self._sink.emit(NoteEvent(SETTINGS_KEY, f"pools rebuilt, {bytes_text(freed)} given back: {reason}"))
+        self._sink.emit(NoteEvent(SETTINGS_KEY, f"pools rebuilt, {bytes_text(freed)} freed: {reason}"))
         return freed
 
     def _configure_limits(self, managed_bytes: int) -> OverflowLimits:
-        """What the host has left changes while a run goes on; a container's share of it only Python can see."""
+        """Recompute the limits: available host memory changes during a run, and only Python sees a container's share of
+        it.
+        """
         available = host_available_bytes(self._facts, self._host)
         host_capacity = None if available is None else self._host_capacity.update(available, managed_bytes)
         limits = overflow_limits(self._settings, self._host, host_capacity=host_capacity)
@@ -209,7 +218,7 @@ class OverflowPools:
 
     def _new_pool(self, pattern: AccessPattern) -> torch.cuda.MemPool:
         allocator: Any = self._allocators[pattern]
-        with torch.cuda.device(self._device):  # a pool has its allocator on the device that is current now, on no other
+        with torch.cuda.device(self._device):  # a pool belongs to the device that is current when it is created
             return torch.cuda.MemPool(allocator.allocator())
 
     def _open_route(self) -> AllocationRoute:
@@ -218,17 +227,17 @@ class OverflowPools:
             process_wide = ProcessWideRoute(self._device)
             if self._try_route(process_wide, routing.other_thread_is_routed):
                 return process_wide
-            problem = "an allocation on another thread did not arrive"
+            problem = "an allocation on another thread did not reach the plugin"
         thread_local = ThreadLocalRoute(self._device)
         if not self._try_route(thread_local, routing.this_thread_is_routed):
             raise MemoryEngineError(
-                f"{SETTINGS_KEY}: torch {torch.__version__} does not ask the plugin for memory ({problem})"
+                f"{SETTINGS_KEY}: torch {torch.__version__} does not request memory from the plugin ({problem})"
             )
         self._sink.emit(WarningEvent(SETTINGS_KEY, f"only {thread_local.description} are routed: {problem}"))
         return thread_local
 
     def _try_route(self, route: AllocationRoute, is_routed: Callable[[int, Callable[[], int]], bool]) -> bool:
-        """Whether allocations arrive by this route, which is then begun; otherwise torch is as it was."""
+        """Begin this route and return True if allocations arrive by it; otherwise undo it."""
         with ExitStack() as undo:
             undo.callback(route.close)
             route.begin(self._pools[self._current])
@@ -241,7 +250,7 @@ class OverflowPools:
     def _announce_route(self, route: AllocationRoute) -> AllocationRoute:
         account, limits = self.stats(), self._limits
         spill_text = (
-            f"then managed memory ({self._settings.access_pattern}) up to {bytes_text(account.limit_bytes)} in all"
+            f"then managed memory ({self._settings.access_pattern}) up to {bytes_text(account.limit_bytes)} in total"
         )
         if (warning := settings_warning(self._settings, account.total_bytes)) is not None:
             self._sink.emit(WarningEvent(SETTINGS_KEY, warning))
@@ -271,7 +280,9 @@ class OverflowPools:
 
     @contextmanager
     def _pools_frozen(self) -> Iterator[None]:
-        """Inside, what is free in the pools stays free: what other threads allocate comes from a pool of its own."""
+        """Route allocations of other threads to a separate pool inside the block, so that free blocks of the pools stay
+        free.
+        """
         side_pool: Any = self._new_pool(self._current)
         self._route.switch(self._pools[self._current], side_pool)
         try:
@@ -286,7 +297,7 @@ class OverflowPools:
         return reclaiming.plugin_segments(snapshots, self._plugin.segment_kind)
 
     def _allocations_served(self) -> int:
-        """How many allocations torch has served, from its cache or not."""
+        """Number of allocations that torch has served, from its cache or not."""
         return int(torch.cuda.memory_stats(self._device)["allocation.all.allocated"])
 
     def _page_bytes(self) -> int:
@@ -299,7 +310,7 @@ class OverflowPools:
         free, total = torch.cuda.mem_get_info(self._device)
         self._peak_bytes = max(
             self._peak_bytes, torch.cuda.max_memory_allocated(self._device)
-        )  # others may reset torch's own
+        )  # torch's own peak may be reset by others
         return reclaiming.PoolState(
             stage=account.stage,
             total_bytes=total,
@@ -320,10 +331,12 @@ class OverflowPools:
         reason = reclaiming.light_reclaim_reason(state)
         if reason is None or isinstance(self._driver, NotAvailable) or self._steps < self._next_light_step:
             return 0
+        # Between the snapshot and the discard another thread must not receive a free block: its content would be lost.
+        # So the ranges are read again while the pools are frozen, and after all queued kernels have finished.
         with self._pools_frozen():
             spans = reclaiming.free_managed_ranges(self._segments(), self._page_bytes())
             nbytes = sum(span.nbytes for span in spans)
-            torch.cuda.synchronize(self._device)  # kernels that were queued before a block was freed may still use it
+            torch.cuda.synchronize(self._device)  # kernels queued before a block was freed may still use it
             self._last_light_step, self._allocations_at_light = self._steps, self._allocations_served()
             try:
                 if state.can_discard:
@@ -334,8 +347,8 @@ class OverflowPools:
             except DriverError as error:
                 self._next_light_step = (
                     self._steps + reclaiming.LIGHT_EVERY_STEPS
-                )  # it would say so again at every step
-                self._sink.emit(WarningEvent(SETTINGS_KEY, f"{bytes_text(nbytes)} could not be taken back: {error}"))
+                )  # the driver would fail again at every step
+                self._sink.emit(WarningEvent(SETTINGS_KEY, f"{bytes_text(nbytes)} could not be reclaimed: {error}"))
                 return 0
         self._plugin.count_reclamations(light=1, device=self._device)
         self._emit_reclaimed("light", nbytes, reason)

@@ -1,8 +1,9 @@
-"""Which allocations of torch reach a pool: those of every thread, or, where torch is not as expected, of this one.
+"""Routes torch's allocations to a pool: those of every thread, or, if torch is not as expected, those of the calling
+thread.
 
-The call that routes the whole process is private to torch, so it is used only for versions and a signature that are
-known, and only after an allocation on another thread has been seen to arrive. Otherwise the public, thread-local way is
-taken, with autograd kept on the thread that calls it.
+The call that routes the whole process is private to torch. It is used only for known torch versions with the known
+signature, and only after an allocation on another thread was seen to arrive. Otherwise the public thread-local call is
+used, with autograd kept on the calling thread.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any, Final, Protocol
 import torch
 
 OLDEST_TORCH: Final = (2, 13)
-"""Before, torch held back every block that a second stream had used for as long as allocations were routed."""
+"""Earlier versions held back every block that a second stream had used for as long as allocations were routed."""
 NEWEST_TORCH: Final = (2, 15)
-"""The last version on which the private call was tried."""
+"""The latest version with which the private call was tested."""
 
 
 class AllocationRoute(Protocol):
-    """Sends allocations to one pool at a time."""
+    """Routes allocations to one pool at a time."""
 
     description: str
 
@@ -32,14 +33,14 @@ class AllocationRoute(Protocol):
     def end(self, pool: torch.cuda.MemPool) -> None: ...
 
     def switch(self, before: torch.cuda.MemPool, after: torch.cuda.MemPool) -> None:
-        """From one pool to another, with no moment in between in which an allocation is not routed."""
+        """Change from one pool to another. Every allocation is routed to one of the two at any time."""
 
     def close(self) -> None:
-        """Leave torch as it was found."""
+        """Restore torch's previous state."""
 
 
 class ProcessWideRoute:
-    """Every thread and stream of the process, autograd's threads included."""
+    """Routes every thread and stream of the process, including autograd's threads."""
 
     description = "every thread's allocations"
 
@@ -51,10 +52,10 @@ class ProcessWideRoute:
 
     def end(self, pool: torch.cuda.MemPool) -> None:
         _torch_c_function("_cuda_endAllocateToPool")(self._device, pool.id)
-        _torch_c_function("_cuda_releasePool")(self._device, pool.id)  # each begin holds the pool once
+        _torch_c_function("_cuda_releasePool")(self._device, pool.id)  # each begin adds a reference to the pool
 
     def switch(self, before: torch.cuda.MemPool, after: torch.cuda.MemPool) -> None:
-        self.begin(after)  # torch asks the pool that was begun first, so nothing changes yet
+        self.begin(after)  # torch uses the pool that began first, so nothing changes until `end`
         self.end(before)
 
     def close(self) -> None:
@@ -62,7 +63,7 @@ class ProcessWideRoute:
 
 
 class ThreadLocalRoute:
-    """The calling thread; autograd is kept on it, so that backward is routed as well."""
+    """Routes the calling thread. Autograd stays on it, so that backward is routed as well."""
 
     description = "this thread's allocations, with autograd kept on it"
 
@@ -82,7 +83,7 @@ class ThreadLocalRoute:
         self._pool_context = None
 
     def switch(self, before: torch.cuda.MemPool, after: torch.cuda.MemPool) -> None:
-        self.end(before)  # only this thread is routed, and it is here
+        self.end(before)  # only this thread is routed, and it is executing this method
         self.begin(after)
 
     def close(self) -> None:
@@ -97,11 +98,13 @@ def parse_version(text: str) -> tuple[int, int]:
 
 
 def process_wide_problem(version: str, begin_function: object) -> str | None:
-    """Why the private call may not be used; None: version and signature are known."""
+    """Why the private call cannot be used; None if version and signature are known."""
     if begin_function is None:
         return f"torch {version} has no _cuda_beginAllocateToPool"
     if not OLDEST_TORCH <= parse_version(version) <= NEWEST_TORCH:
-        return f"torch {version} is none of those that were tried ({_version_text(OLDEST_TORCH)} to {_version_text(NEWEST_TORCH)})"
+        tested = f"{_version_text(OLDEST_TORCH)} to {_version_text(NEWEST_TORCH)}"
+        return f"torch {version} is not among the tested versions ({tested})"
+    # pybind11 writes the signature into the docstring; there is no other way to inspect it.
     signature = re.match(
         r"\w+\((?:\w+: )?(?:self, )?arg0: [^,]+, arg1: [Tt]uple\[.*\]\) -> None", begin_function.__doc__ or ""
     )
@@ -111,7 +114,7 @@ def process_wide_problem(version: str, begin_function: object) -> str | None:
 
 
 def other_thread_is_routed(device: int, request_count: Callable[[], int]) -> bool:
-    """Whether an allocation on another thread reaches the plugin, which counts `arrivals`."""
+    """Whether an allocation on another thread reaches the plugin, whose requests `request_count` returns."""
     before = request_count()
     thread = threading.Thread(target=_allocate, args=(device,), name="overflow-proof")
     thread.start()
@@ -120,14 +123,14 @@ def other_thread_is_routed(device: int, request_count: Callable[[], int]) -> boo
 
 
 def this_thread_is_routed(device: int, request_count: Callable[[], int]) -> bool:
-    """Whether one on this thread does."""
+    """Whether an allocation on this thread reaches the plugin."""
     before = request_count()
     _allocate(device)
     return request_count() > before
 
 
 def _allocate(device: int) -> None:
-    # A refusal is an arrival as well: the plugin was asked.
+    # A refused allocation has reached the plugin as well.
     with contextlib.suppress(torch.OutOfMemoryError):
         torch.empty(1, device=f"cuda:{device}")
 
@@ -137,7 +140,7 @@ def _torch_c_function(name: str) -> Any:
 
 
 def torch_begin_function() -> object | None:
-    """Torch's private function, if it is there, and those that undo it."""
+    """torch's private function, or None if it or one of the functions that undo it is missing."""
     can_undo = hasattr(torch._C, "_cuda_endAllocateToPool") and hasattr(torch._C, "_cuda_releasePool")
     return getattr(torch._C, "_cuda_beginAllocateToPool", None) if can_undo else None
 

@@ -1,4 +1,6 @@
-"""Torch's statistics of a GPU's memory with those of the overflow allocator beside them, under the seeds' names."""
+"""torch's memory statistics of a GPU together with those of the overflow allocator, under the key names of the GH200
+forks.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,14 @@ STAT_KEYS = {
     "last_error": "last_error.code",
     "last_call": "last_error.call",
 }
-"""A field of the plugin's account → its key after `uvm.`."""
+"""Field of `OverflowStats` → its key after `uvm.`."""
 
 
 def stats(device: int | str | torch.device = 0) -> dict[str, int | float | str]:
     """`torch.cuda.memory_stats(device)` and the `uvm.*` keys; stage 0 means that overflow was not used.
 
-    A device is named as torch's own function takes it; "cuda" is the current one. A torch that has such keys itself
-    keeps them. Where the plugin was not built, there are none.
+    `device` is what torch's own function accepts; "cuda" is the current device. Keys that torch itself has take
+    precedence. Without a built plugin there are no `uvm.*` keys.
     """
     import torch
 
@@ -60,5 +62,5 @@ def stats(device: int | str | torch.device = 0) -> dict[str, int | float | str]:
 
 
 def uvm_stats(overflow_stats: OverflowStats) -> dict[str, int | float | str]:
-    """The plugin's account under the keys that `stats()` has."""
+    """The plugin's statistics under the keys of `stats()`."""
     return {f"uvm.{key}": getattr(overflow_stats, field) for field, key in STAT_KEYS.items()}

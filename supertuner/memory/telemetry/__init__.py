@@ -1,1 +1,1 @@
-"""To be written."""
+"""Memory figures of a running process: the sampler, and its sources in the kernel, NVML and CUPTI."""

@@ -1,7 +1,8 @@
-"""CUPTI's counters of unified memory: bytes that managed memory moved, and faults of CPU and GPU, for one GPU.
+"""CUPTI's unified-memory counters for one GPU: bytes that managed memory migrated, and page faults of CPU and GPU.
 
-By CUPTI's activity API: the library fills buffers of ours with records, and we add them up. It is opened only when
-asked for, because a process has one such client: whoever registers later (torch.profiler) takes the records away.
+Uses CUPTI's activity API: the library fills our buffers with records, and we add them up. CUPTI is opened only on
+request, because a process has only one such client: a client that registers later (torch.profiler) receives the records
+instead.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ LIBRARIES: Final = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
 KIND_UNIFIED_MEMORY_COUNTER: Final = 25
 SCOPE_ONE_DEVICE: Final = 1
 COUNTERS: Final = {1: "to_device_bytes", 2: "to_host_bytes", 3: "cpu_faults", 4: "gpu_fault_groups"}
-"""CUpti_ActivityUnifiedMemoryCounterKind, by the names that we give them."""
+"""CUpti_ActivityUnifiedMemoryCounterKind → the name of our figure."""
 EVENT_COUNTERS: Final = ("cpu_faults",)
-"""Counters whose records are one event each; their value is something else (the program counter)."""
+"""Counters whose records are one event each; their value field holds something else (the program counter)."""
 BUFFER_BYTES: Final = 1 << 18
 FLUSH_FORCED: Final = 1
 
@@ -46,10 +47,10 @@ BufferCompletedCallback = ctypes.CFUNCTYPE(
 
 
 def record_bytes(version: int) -> int | None:
-    """The length of a counter's record in this version of CUPTI's interface; None: not one that we know.
+    """The length of a counter record in this version of CUPTI's interface; None if the version is unknown.
 
-    Versions count from 18 (CUDA 11.8) to 28, and since CUDA 13 they are written as 130001. CUDA 12.8 appended five
-    numbers to the record; what we read stands before them.
+    Versions run from 18 (CUDA 11.8) to 28; since CUDA 13 they have the form 130001. CUDA 12.8 appended five numbers to
+    the record, after the fields that we read.
     """
     if 18 <= version < 26:
         return 64
@@ -57,22 +58,22 @@ def record_bytes(version: int) -> int | None:
 
 
 def open_cupti(device: int = 0, libraries: Sequence[str] = LIBRARIES) -> CuptiCounters | NotAvailable:
-    """Begin to count for this GPU; or why it cannot be done. The CUDA driver must be initialised."""
+    """Start counting for this GPU; or return why that is not possible. The CUDA driver must be initialised."""
     library = _load_library(libraries)
     if library is None:
-        return NotAvailable(f"no CUPTI ({libraries[0]}) here")
+        return NotAvailable(f"no CUPTI ({libraries[0]}) on this machine")
     version = ctypes.c_uint32()
     library.cuptiGetVersion(ctypes.byref(version))
     length = record_bytes(version.value)
     if length is None:
-        return NotAvailable(f"CUPTI's interface has version {version.value}, which is not one we know")
+        return NotAvailable(f"CUPTI's interface has version {version.value}, which SuperTuner does not know")
     cupti = CuptiCounters(library, length)
     problem = cupti.start(device)
     return cupti if problem is None else NotAvailable(problem)
 
 
 class CuptiCounters:
-    """Counters of managed memory. `sample` says what happened since the last one."""
+    """Counters of managed memory. `sample` returns the change since the last one."""
 
     def __init__(self, library: ctypes.CDLL, record_length: int) -> None:
         self._library: Any = library
@@ -95,7 +96,7 @@ class CuptiCounters:
         )
 
     def start(self, device: int) -> str | None:
-        """Register, configure, enable; the first refusal, in CUPTI's words."""
+        """Register, configure and enable the counters; return CUPTI's text for the first error, or None."""
         library = self._library
         configs = (_CounterConfig * len(COUNTERS))(
             *(_CounterConfig(SCOPE_ONE_DEVICE, kind, device, 1) for kind in COUNTERS)
@@ -108,7 +109,8 @@ class CuptiCounters:
             ),
             ("cuptiActivityEnable", lambda: library.cuptiActivityEnable(KIND_UNIFIED_MEMORY_COUNTER)),
         )
-        # CUPTI cannot forget callbacks: from here on they must outlive this object, or a later call meets freed memory.
+        # CUPTI cannot unregister callbacks: from here on they must outlive this object, or a later call uses freed
+        # memory.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._callbacks))
         self._open = True
         for name, step in steps:
@@ -119,7 +121,7 @@ class CuptiCounters:
         return None
 
     def sample(self) -> dict[str, int]:
-        """Counts since the last sample. A record that we could not read shows as `unread_bytes`."""
+        """Counts since the last sample. Records that could not be read appear as `unread_bytes`."""
         self._library.cuptiActivityFlushAll(0)
         with self._lock:
             totals, self._totals = self._totals, dict.fromkeys(COUNTERS.values(), 0)
@@ -128,13 +130,13 @@ class CuptiCounters:
         return totals
 
     def close(self) -> None:
-        """Stop counting, and take back the buffers."""
+        """Stop counting and collect the buffers."""
         self._library.cuptiActivityDisable(KIND_UNIFIED_MEMORY_COUNTER)
         self._library.cuptiActivityFlushAll(FLUSH_FORCED)
         self._open = False
 
     def _on_buffer_requested(self, buffer: Any, size: Any, most_records: Any) -> None:
-        """CUPTI wants a buffer. After `close` it gets none, and drops its records."""
+        """CUPTI requests a buffer. After `close` it receives none and drops its records."""
         most_records[0] = 0
         if not self._open:
             buffer[0], size[0] = None, 0
@@ -145,16 +147,17 @@ class CuptiCounters:
         buffer[0], size[0] = ctypes.addressof(memory), BUFFER_BYTES
 
     def _on_buffer_completed(self, context: int | None, stream: int, buffer: int, size: int, valid_bytes: int) -> None:
-        """CUPTI is done with a buffer, of which `valid` bytes are records."""
+        """CUPTI has filled a buffer, whose first `valid_bytes` bytes are records."""
         with self._lock:
             memory = self._buffers.pop(buffer, None)
-            if memory is None:  # one that another client gave
+            if memory is None:  # a buffer of another client
                 return
             records = np.frombuffer(
                 memoryview(memory).cast("B"), self._record_dtype, count=valid_bytes // self._record_dtype.itemsize
             )
             if valid_bytes % self._record_dtype.itemsize or (records["kind"] != KIND_UNIFIED_MEMORY_COUNTER).any():
-                # Another client switched other records on, and they have other lengths: nothing here is certain.
+                # Another client enabled other records, whose lengths differ, so nothing in this buffer can be
+                # interpreted.
                 self._unread_bytes += valid_bytes
                 return
             for kind, name in COUNTERS.items():
@@ -172,5 +175,5 @@ def _load_library(names: Sequence[str]) -> ctypes.CDLL | None:
         try:
             return ctypes.CDLL(name)
         except OSError:
-            continue  # not under this name
+            continue  # not available under this name
     return None

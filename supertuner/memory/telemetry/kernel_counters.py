@@ -1,7 +1,7 @@
-"""What the kernel counts of memory, read often: files stay open and are read in place, a few microseconds each.
+"""Reads the kernel's memory counters often and cheaply: files stay open and are read in place, a few microseconds each.
 
-A source is called and gives figures; one that this kernel does not count is not among them. Counters that only grow
-are given as the change since the last call.
+A source returns figures when called; a counter that this kernel does not have is absent. Monotonic counters are
+returned as the change since the last call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from supertuner.core.types import KIB
 from supertuner.memory.probe import NumaNodeFacts
 
 READ_BYTES: Final = 1 << 16
-"""More than any of these files is long; the kernel gives what there is."""
+"""Larger than any of these files; the kernel returns what there is."""
 
 VMSTAT_NAMES: Final = {
     "pgmigrate_success": "system.migrated_pages",
@@ -28,18 +28,18 @@ VMSTAT_NAMES: Final = {
     "pswpin": "system.swapped_in_pages",
     "pswpout": "system.swapped_out_pages",
 }
-"""Counters of /proc/vmstat, of the whole machine, and what we call them."""
+"""Machine-wide counters of /proc/vmstat, and the names of our figures for them."""
 NODE_FIELDS: Final = {"MemFree": "free_bytes", "AnonPages": "anonymous_bytes", "FilePages": "file_bytes"}
 
 
 class KernelFile:
-    """A file of /proc or /sys, kept open. Where it is not there, or goes away, it has no content."""
+    """A file of /proc or /sys that stays open. Its content is empty if the file is missing or disappears."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._handle: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            self._handle = None  # this kernel, or this container, does not have it
+            self._handle = None  # this kernel or container does not have the file
 
     def content(self) -> bytes:
         if self._handle is None:
@@ -47,7 +47,7 @@ class KernelFile:
         try:
             return os.pread(self._handle, READ_BYTES, 0)
         except OSError:
-            return b""  # a node or a cgroup that was taken away since
+            return b""  # the node or cgroup was removed in the meantime
 
     def close(self) -> None:
         if self._handle is not None:
@@ -56,7 +56,7 @@ class KernelFile:
 
 
 class HostMemorySource:
-    """What can still be taken of host memory, within the container's limit, and what this process holds of it."""
+    """Host memory that can still be allocated within the container's limit, and the resident memory of this process."""
 
     def __init__(self, host: HostFacts) -> None:
         self._meminfo = KernelFile(host.root / "proc/meminfo")
@@ -85,7 +85,7 @@ class HostMemorySource:
             file.close()
 
     def _cgroup_left(self) -> int | None:
-        """What the cgroup has left; cache that it would give up counts as left, as `Host` counts."""
+        """Memory that the cgroup has left. Cache that it would free counts as available, as in `HostFacts`."""
         if self._cgroup_limit is None:
             return None
         texts = {name: file.content() for name, file in self._cgroup_files.items()}
@@ -98,7 +98,7 @@ class HostMemorySource:
 
 
 class PageFaultSource:
-    """Page faults of this process, all its threads: minor ones found their page in memory, major ones waited for it."""
+    """Page faults of all threads of this process: minor ones found their page in memory, major ones waited for it."""
 
     def __init__(self) -> None:
         self._last = self._read_counts()
@@ -116,7 +116,7 @@ class PageFaultSource:
 
 
 class PageMigrationSource:
-    """Pages that the kernel moved between nodes or swapped, on the whole machine."""
+    """Pages that the kernel migrated between nodes or swapped, on the whole machine."""
 
     def __init__(self, host: HostFacts) -> None:
         self._vmstat = KernelFile(host.root / "proc/vmstat")
@@ -134,7 +134,9 @@ class PageMigrationSource:
 
 
 class NumaNodeSource:
-    """What lies on each NUMA node. On a Grace superchip the GPU's memory is one: cache that strayed there shows."""
+    """Memory use of each NUMA node. On a Grace superchip GPU memory is a node, so page cache that landed there is
+    visible.
+    """
 
     def __init__(self, host: HostFacts, nodes: Iterable[NumaNodeFacts]) -> None:
         folder = host.root / "sys/devices/system/node"
@@ -156,7 +158,7 @@ class NumaNodeSource:
 
 
 def _meminfo_field(text: bytes, field: str) -> int | None:
-    """A field of a meminfo, in bytes. Searched in the raw text: splitting all of it costs more than reading it."""
+    """A field of a meminfo file in bytes. Searches the raw text: splitting all of it takes longer than reading it."""
     position = text.find(b" " + field.encode()) if text.startswith(b"Node") else _line_start(text, field.encode())
     if position < 0:
         return None
@@ -170,7 +172,7 @@ def _vmstat_counts(vmstat: bytes) -> dict[str, int]:
 
 
 def _count(text: bytes, field: str) -> int | None:
-    """A counter of a file of `name number` lines."""
+    """A counter of a file with lines of the form `name number`."""
     position = _line_start(text, field.encode() + b" ")
     return None if position < 0 else int(text[position : position + 80].split(None, 2)[1])
 

@@ -160,7 +160,7 @@ def _driver_figures(driver: Driver, device: int) -> TelemetryFigures:
 
 
 def _torch_figures(device: torch.device) -> TelemetryFigures:
-    """Figures of torch's caching allocator. Uses the nested form: the flat one sorts about two hundred names per call."""
+    """Figures of torch's caching allocator. Uses the nested form: the flat one sorts 200 names per call."""
     import torch
 
     stats = torch.cuda.memory_stats_as_nested_dict(device)

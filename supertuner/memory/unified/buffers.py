@@ -1,8 +1,9 @@
-"""Batches in unified memory: one managed block per batch, written by the CPU, on its way to the GPU before it is used.
+"""Places batches in managed memory: one block per batch, written by the CPU and prefetched to the GPU before it is
+used.
 
-A block goes back to the free list when no tensor over it lives *and* the GPU is done with what was queued by then. All
-blocks together stay below a limit. What cannot be placed is answered with the reason, and the caller does what it would
-do without: pinned memory.
+A block returns to the free list when no tensor over it exists *and* the GPU has finished the work that was queued until
+then. All blocks together stay below a limit. If a batch cannot be placed, the caller receives the reason and uses
+pinned memory instead.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from supertuner.memory.hints.request import HintIssuer, HintRequest, HintVerb
 from supertuner.memory.unified.dlpack import DLPackHeader, ForeignStorage
 
 BLOCK_BYTES: Final = 2 * MIB
-"""What the driver works in: blocks are multiples of it."""
+"""The driver's migration unit: block sizes are multiples of it."""
 ALIGNMENT: Final = 512
-"""Where a tensor of a batch begins, as torch's own allocator has it."""
+"""Alignment of the tensors in a block, as in torch's own allocator."""
 
 Fence: TypeAlias = Callable[[], Callable[[], bool]]
-"""Marks this moment in the GPU's work; the answer tells whether the GPU has passed it."""
+"""Marks the current position in the GPU's work; the result returns whether the GPU has passed it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ManagedBlock:
-    """Managed memory that is lent to one batch after the other."""
+    """Managed memory that is used for one batch after another."""
 
     span: AddressRange
     header: DLPackHeader
@@ -46,32 +47,33 @@ class _BlockLease:
     block: ManagedBlock
     storage: ForeignStorage
     gpu_passed: Callable[[], bool] | None = None
-    """Once no tensor lives: whether the GPU is done too."""
+    """Set once no tensor exists: whether the GPU has finished as well."""
 
 
 class ManagedBlockPool:
-    """Blocks of managed memory by size class, never more than a limit together."""
+    """Blocks of managed memory by size class, limited in total."""
 
     def __init__(self, driver: Driver, gpu: int, device: torch.device, limit_bytes: int) -> None:
         self._driver, self._gpu, self._device, self._limit_bytes = driver, gpu, device, limit_bytes
         self._idle_blocks: dict[int, list[ManagedBlock]] = {}
         self._spare_headers: list[DLPackHeader] = []
-        """Of blocks that went back to the driver. Kept: a thread on which the last tensor of a block ends looks at its
-        header a moment after the storage is expired."""
+        """Headers of freed blocks. They are kept, because the thread that ends a block's last tensor reads the header
+        shortly after the storage has expired.
+        """
         self.held_bytes = 0
-        """Of all blocks, lent and idle."""
+        """Bytes of all blocks, used and idle."""
 
     @property
     def idle_bytes(self) -> int:
         return sum(size * len(blocks) for size, blocks in self._idle_blocks.items())
 
     def acquire(self, nbytes: int) -> ManagedBlock | HintOutcome:
-        """A block of at least `nbytes`, or why there is none."""
+        """A block of at least `nbytes`, or the outcome that explains why there is none."""
         size = size_class(nbytes)
         if self._idle_blocks.get(size):
             return self._idle_blocks[size].pop()
         if size > self._limit_bytes - self.held_bytes + self.idle_bytes:
-            return HintOutcome(HintStatus.REFUSED, "batches in unified memory reached their limit")
+            return HintOutcome(HintStatus.REFUSED, "batches in unified memory have reached their limit")
         try:
             while self.held_bytes + size > self._limit_bytes:
                 self._free_block(next(blocks for blocks in self._idle_blocks.values() if blocks).pop())
@@ -87,7 +89,7 @@ class ManagedBlockPool:
         self._idle_blocks.setdefault(block.span.nbytes, []).append(block)
 
     def free_idle_blocks(self) -> None:
-        """Give every idle block back to the driver."""
+        """Free every idle block."""
         for blocks in self._idle_blocks.values():
             while blocks:
                 self._free_block(blocks.pop())
@@ -99,7 +101,7 @@ class ManagedBlockPool:
 
 
 class UnifiedBuffers:
-    """Puts batches into managed memory. May be used from several threads."""
+    """Places batches in managed memory. May be used from several threads."""
 
     def __init__(
         self,
@@ -111,8 +113,10 @@ class UnifiedBuffers:
         free_bytes: Callable[[], int | None] | None = None,
         fence: Fence | None = None,
     ) -> None:
-        """`device` is where the tensors will be. `fence`: by default, events on the stream that is current here and on
-        the one that is current where a batch is placed; work on other streams must be joined before a batch ends."""
+        """`device` is the device of the placed tensors. The default `fence` records events on the stream that is
+        current here and on the one that is current where a batch is placed; work on other streams must be joined
+        before a batch ends.
+        """
         gpu = device.index or 0
         properties = next(candidate for candidate in driver.devices() if candidate.number == gpu)
         headroom = properties.total_bytes // 20 if headroom_bytes is None else headroom_bytes
@@ -125,25 +129,24 @@ class UnifiedBuffers:
 
     @property
     def held_bytes(self) -> int:
-        """Managed memory of all blocks."""
+        """Bytes of managed memory in all blocks."""
         return self._blocks.held_bytes
 
     @property
     def blocks_in_use(self) -> int:
-        """Blocks that a batch, or the GPU, may still use."""
+        """Number of blocks that a batch or the GPU may still use."""
         return len(self._leases)
 
     def place(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor] | None, HintOutcome]:
-        """The tensors of a batch as tensors of the device, in one block, and what became of sending it there.
+        """The tensors of a batch as tensors of the device, in one block, and the outcome of their prefetch.
 
-        They hold the same values, contiguously. None: not placed, and the outcome says why.
+        They are contiguous and hold the same values. None instead of the tensors: not placed, for the reason in the
+        outcome.
         """
         if self._issuer.device.managed is False or self._issuer.device.concurrent_managed is False:
-            return None, HintOutcome(HintStatus.UNSUPPORTED, "no managed memory that CPU and GPU may use at once")
+            return None, HintOutcome(HintStatus.UNSUPPORTED, "no managed memory that CPU and GPU can use concurrently")
         if not all(_is_plain(tensor) for tensor in tensors):
-            return None, HintOutcome(
-                HintStatus.UNSUPPORTED, "a batch with a tensor that is not plain memory of the host"
-            )
+            return None, HintOutcome(HintStatus.UNSUPPORTED, "the batch has a tensor that is not a plain CPU tensor")
         offsets, nbytes = _pack_offsets(tensors)
         with self._lock:
             self._reclaim_blocks()
@@ -161,12 +164,12 @@ class UnifiedBuffers:
         return placed, self._prefetch(AddressRange(block.span.address, nbytes))
 
     def reclaim_blocks(self) -> None:
-        """Take back the blocks that nobody uses any more. `place` does it too."""
+        """Reclaim the blocks that are no longer used. `place` does this as well."""
         with self._lock:
             self._reclaim_blocks()
 
     def close(self) -> None:
-        """Give back what is idle. A block that is still lent stays: its tensors would point nowhere."""
+        """Free all idle blocks. A block that is still in use stays, because its tensors would become invalid."""
         with self._lock:
             self._reclaim_blocks()
             self._blocks.free_idle_blocks()
@@ -175,28 +178,32 @@ class UnifiedBuffers:
         page = self._issuer.driver.page_bytes
         pages = whole_pages_inside((AddressRange(used_range.address, -(-used_range.nbytes // page) * page),), page)
         if not pages:
-            return HintOutcome(HintStatus.NO_EFFECT, "an empty batch", used_range)
+            return HintOutcome(HintStatus.NO_EFFECT, "the batch is empty", used_range)
         outcome = self._issuer.issue(pages, self._prefetch_request, wait=False)
         return HintOutcome(outcome.status, outcome.reason, used_range, outcome.applied_to)
 
     def _reclaim_blocks(self) -> None:
         for lease in tuple(self._leases):
             if lease.gpu_passed is None and not lease.storage.alive:
-                lease.gpu_passed = self._fence()  # all that used it was queued before it ended, so before this moment
+                # all work that used it was queued before its last tensor ended, hence before this mark
+                lease.gpu_passed = self._fence()
             if lease.gpu_passed is not None and lease.gpu_passed():
-                self._leases.remove(lease)  # at once: a later one may end in an error, and this one is lent no more
+                # removed immediately: if a later lease raises, this block must not be recycled twice
+                self._leases.remove(lease)
                 self._blocks.recycle(lease.block)
 
 
 def size_class(nbytes: int) -> int:
-    """The size of the block for so many bytes: whole blocks of the driver, and at most an eighth too much above 16."""
+    """The block size for this many bytes: whole driver blocks, and at most an eighth too large above 16 blocks."""
     blocks = max(1, -(-nbytes // BLOCK_BYTES))
+    # Four significant bits: sizes above 16 blocks are rounded up to a multiple of 1/16 to 1/8 of the size, so that
+    # batches of slightly different sizes share a class.
     step = 1 << max(0, blocks.bit_length() - 4)
     return -(-blocks // step) * step * BLOCK_BYTES
 
 
 def _pack_offsets(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins in a block, and the bytes of all."""
+    """The offset of each tensor in a block, and the bytes of all of them."""
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)
@@ -205,7 +212,7 @@ def _pack_offsets(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
 
 
 def _copy_into(span: AddressRange, offsets: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy by the CPU, which may write managed memory wherever it is."""
+    """Copy on the CPU, which can write managed memory wherever it resides."""
     header = DLPackHeader(torch.device("cpu"))
     header.point_at(span.address, span.nbytes)
     block_tensor, storage = header.make_tensor()

@@ -1,7 +1,7 @@
-"""A torch tensor over memory that torch did not allocate, through the DLPack protocol.
+"""Creates torch tensors over memory that torch did not allocate, through the DLPack protocol.
 
-The tensor owns nothing: whoever gave the address gives the memory back, and not before `Wrapped.alive` is false. There
-is no deleter for torch to call, so nothing of Python runs when a tensor ends, on whatever thread and however late.
+Such a tensor does not own its memory: the caller frees it, and only after `ForeignStorage.alive` is False. torch has no
+deleter to call, so no Python code runs when a tensor ends, on any thread and at any time.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
-# DLDeviceType of dlpack.h. Managed memory is announced as CUDA: torch refuses kDLCUDAManaged.
+# DLDeviceType of dlpack.h. Managed memory is declared as CUDA, because torch rejects kDLCUDAManaged.
 DL_DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 DL_UINT, BITS_PER_ELEMENT = 1, 8
-CAPSULE_NAME = b"dltensor"  # a capsule keeps the pointer, not a copy
+CAPSULE_NAME = b"dltensor"  # a capsule stores the pointer, not a copy
 
 
 class _DLTensor(ctypes.Structure):
-    """DLTensor, with its device and type spelled out."""
+    """DLTensor of dlpack.h, with its device and type structures inlined."""
 
     _fields_ = (
         ("address", ctypes.c_void_p),
@@ -37,7 +37,7 @@ class _DLTensor(ctypes.Structure):
 
 
 class _DLManagedTensor(ctypes.Structure):
-    """DLManagedTensor, followed by the shape it points to."""
+    """DLManagedTensor of dlpack.h, followed by the shape and stride that it points to."""
 
     _fields_ = (
         ("tensor", _DLTensor),
@@ -50,26 +50,26 @@ class _DLManagedTensor(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForeignStorage:
-    """Bytes of foreign memory as a tensor."""
+    """The storage of a tensor over foreign memory."""
 
     storage_ref: StorageWeakRef
 
     @property
     def alive(self) -> bool:
-        """Whether any tensor still uses the memory: views, and what autograd saved, included."""
+        """Whether any tensor still uses the memory, including views and tensors that autograd saved."""
         return not self.storage_ref.expired()  # type: ignore[no-untyped-call]
 
 
 class DLPackHeader:
-    """What torch keeps a pointer to while a tensor over the memory lives, so it must live as long: one per block.
+    """The structure that torch points to while a tensor over the memory exists; it must exist as long. One per block.
 
-    It is raw memory on purpose: one that ends with the interpreter could end before the last tensor.
+    It is raw memory on purpose: a Python object could be freed with the interpreter before the last tensor.
     """
 
     def __init__(self, device: torch.device) -> None:
         raw = _c_api_function("PyMem_RawMalloc", ctypes.c_void_p, ctypes.c_size_t)(ctypes.sizeof(_DLManagedTensor))
         if not raw:
-            raise MemoryError("no memory for a header of a hundred bytes")
+            raise MemoryError("no memory for a DLPack header of a hundred bytes")
         self._header_address: int = raw
         header = _DLManagedTensor.from_address(raw)
         header.tensor = _DLTensor(
@@ -80,22 +80,22 @@ class DLPackHeader:
         header.length, header.stride = 0, 1
 
     def point_at(self, address: int, nbytes: int) -> None:
-        """At this memory from now on; only when no tensor over the memory before is alive."""
+        """Point at this memory. Only valid when no tensor over the previous memory is alive."""
         header = _DLManagedTensor.from_address(self._header_address)
         header.tensor.address, header.length = address, nbytes
 
     def make_tensor(self) -> tuple[torch.Tensor, ForeignStorage]:
-        """A new tensor of bytes over the memory, and what tells when it and its views are gone."""
+        """A new uint8 tensor over the memory, and the object that reports when it and its views are gone."""
         new = _c_api_function("PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
         tensor = from_dlpack(new(self._header_address, CAPSULE_NAME, None))
         return tensor, ForeignStorage(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
 
     def free(self) -> None:
-        """Only when no tensor over the memory is alive, and the last one ended on this thread."""
+        """Free the header. Only valid when no tensor over the memory is alive and the last one ended on this thread."""
         _c_api_function("PyMem_RawFree", None, ctypes.c_void_p)(self._header_address)
 
 
 def _c_api_function(name: str, result: type | None, *arguments: type) -> ctypes._FuncPointer:
-    """A function of the interpreter. A pointer of our own: types set on the shared one would be everybody's."""
+    """A function of Python's C API, as a separate pointer: types set on the shared one would apply to all its users."""
     prototype = ctypes.PYFUNCTYPE(result, *arguments)
     return prototype((name, ctypes.pythonapi))

@@ -22,8 +22,7 @@ from supertuner.config.settings.model import AdapterSettings
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import ModelError
 from supertuner.core.types import JSON
-from supertuner.models.adapters import lora as adapters_lora
-from supertuner.models.adapters import lycoris as adapters_lycoris
+from supertuner.models.adapters import lora, lycoris
 from supertuner.models.adapters.layers import (
     AdapterSize,
     resolve_targets,
@@ -105,13 +104,13 @@ def attach(
     layers = select_layers(module, settings, targets, name)
     if settings.type == "lora":
         return TrainableExpert(
-            name, "lora", module, adapters_lora.inject(module, settings, layers, seed=seed, name=name), layers
+            name, "lora", module, lora.inject(module, settings, layers, seed=seed, name=name), layers
         )
     if settings.type == "diff":
         _require_unquantized(module, layers, name, settings.type)
-    trainable = adapters_lycoris.inject(module, settings, layers, seed=seed, name=name)
+    trainable = lycoris.inject(module, settings, layers, seed=seed, name=name)
     return TrainableExpert(
-        name, settings.type, module, trainable, layers, adapters_lycoris.full_matrix_note(module, layers)
+        name, settings.type, module, trainable, layers, lycoris.full_matrix_note(module, layers)
     )
 
 
@@ -144,9 +143,9 @@ def export_tensors(expert: TrainableExpert, prefix: str, settings: AdapterSettin
     if expert.adapter_type == "full":
         return trainable_state(expert), {"format": "pt"}
     if expert.adapter_type == "lora":
-        tensors = adapters_lora.export_tensors(trainable_state(expert), expert.layers, prefix)
+        tensors = lora.export_tensors(trainable_state(expert), expert.layers, prefix)
     else:
-        tensors = adapters_lycoris.export_tensors(expert.module, expert.layers)
+        tensors = lycoris.export_tensors(expert.module, expert.layers)
     return tensors, {"format": "pt", "supertuner": json.dumps(_export_metadata(expert, settings))}
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.core.errors import ModelError
-from supertuner.models.adapters import lycoris as adapters_lycoris
+from supertuner.models.adapters import lycoris
 from supertuner.models.adapters.attach import TrainableExpert, attach, load_trainable_state, trainable_state
 from supertuner.models.adapters.keys_schemes import ALPHA
 from supertuner.models.adapters.layers import select_layers, summarize_names
@@ -159,10 +159,10 @@ def _initial_value(
         )
     if expert.adapter_type == "diff":
         return current + stored.reshape(current.shape)
-    if tensor_name in adapters_lycoris.SCALED_TENSORS:
+    if tensor_name in lycoris.SCALED_TENSORS:
         adapter_scale = expert.layers[layer].scale
         if expert.adapter_type != "lora":
-            adapter: Any = expert.module.get_submodule(f"{layer}.{adapters_lycoris.SUBMODULE_NAME}")
+            adapter: Any = expert.module.get_submodule(f"{layer}.{lycoris.SUBMODULE_NAME}")
             adapter_scale = adapter.scale
         scale = _file_scale(tensors) / adapter_scale
         stored = stored if scale == 1.0 else stored * scale

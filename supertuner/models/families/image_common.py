@@ -1,31 +1,71 @@
-"""What families of pictures with diffusers' AutoencoderKL share: pictures to latents, latents to pixels, samples.
+"""Defaults for families of image models: an AutoencoderKL, 2×2 latents per token, samples by the diffusers pipeline.
 
-Samples are encoded one by one: what is stored about a sample does not depend on what was encoded beside it.
+`ImageFamily` fills in every function of a `Family` that most image models share, so that a family states only what
+differs. Images are encoded one by one: the stored latents of a sample do not depend on the samples beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
-from supertuner.core.errors import ModelError
+from supertuner.core.types import MediaKind
 from supertuner.models import loading
-from supertuner.models.families import sampling_common as sampling
-from supertuner.models.spec import ModelDescription, SampleRequest, Tensors
+from supertuner.models.families.sampling_common import (
+    eval_with_autocast,
+    pipeline_components,
+    require_possible,
+    to_uint8,
+)
+from supertuner.models.families.text_common import stack_text
+from supertuner.models.pipeline_files import ConfigDict, text_files, vae_files
+from supertuner.models.spec import (
+    Expert,
+    Family,
+    MediaEncoder,
+    ModelDescription,
+    ModelSampler,
+    ModelSource,
+    PredictionType,
+    SampleRequest,
+    Tensors,
+)
+
+PATCH_SIZE = 2
+"""Latents per token along each side, where the pipeline packs latents into tokens (Flux, Qwen-Image)."""
+
+
+def image_model(
+    source: ModelSource, configs: Mapping[str, ConfigDict], *, title: str, shift: float, **facts: Any
+) -> ModelDescription:
+    """A model that is trained on images and has one expert; `facts` are further fields of `ModelDescription`."""
+    facts = {"experts": (Expert("model", "transformer"),), **facts}
+    return ModelDescription(
+        source=source, title=title, media_kinds=frozenset({MediaKind.IMAGE}), shift=shift, configs=configs, **facts
+    )
+
+
+# ── images and latents ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class ImageVaeEncoder:
+    """Images to the normalized mode of an AutoencoderKL's latent distribution."""
+
     def __init__(self, vae: Any, device: torch.device) -> None:
         self._vae = vae.to(device)
         self._device = device
 
     @torch.no_grad()
     def encode(self, media: torch.Tensor) -> Tensors:
-        return {"latents": torch.cat([self._encode_one(picture) for picture in media.unbind()]).cpu()}
+        return {"latents": torch.cat([self._encode_one(image) for image in media.unbind()]).cpu()}
 
     def _encode_one(self, image: torch.Tensor) -> torch.Tensor:
         pixels = image[None].to(self._device, torch.float32) / 255.0 * 2.0 - 1.0
@@ -35,45 +75,121 @@ class ImageVaeEncoder:
         return latents
 
 
+def build_media_encoder(model: ModelDescription, device: torch.device) -> ImageVaeEncoder:
+    return ImageVaeEncoder(loading.load_module(model, "vae", torch.float32), device)
+
+
 def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """The VAE's pixels of a sampler's latents, in fp32."""
+    """The VAE's pixels for a sampler's latents, in fp32."""
     shift, scale_factor = _latent_shift_and_scale(vae)
     pixels: torch.Tensor = vae.decode(latents.float() / scale_factor + shift, return_dict=False)[0]
     return pixels
 
 
+def _latent_shift_and_scale(vae: Any) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+    """What is subtracted from latents, and what the difference is multiplied by.
+
+    Both are per channel if the config has means and standard deviations, otherwise one number for all channels.
+    """
+    config = vae.config
+    if config.latents_mean is None or config.latents_std is None:
+        return config.shift_factor or 0.0, config.scaling_factor
+    mean, std = (
+        torch.tensor(numbers, device=vae.device).view(1, -1, 1, 1)
+        for numbers in (config.latents_mean, config.latents_std)
+    )
+    return mean, config.scaling_factor / std
+
+
+def pixels_per_latent(model: ModelDescription) -> int:
+    """Pixels per latent along each side: every level of the VAE except the last halves the sides.
+
+    AutoencoderKL lists its levels, the VAEs of Wan and Qwen-Image the steps between them (`temperal_downsample` [sic]).
+    """
+    config = model.configs["vae"]
+    steps = config.get("temperal_downsample")
+    levels = config.get("block_out_channels", (0, 0, 0, 0)) if steps is None else (0, *_sequence(steps))
+    return int(2 ** (len(_sequence(levels)) - 1))
+
+
+def _sequence(value: object) -> Sequence[object]:
+    assert isinstance(value, list | tuple), value
+    return value
+
+
+def image_unsupported_reason(shape: tuple[int, ...], multiple: int) -> str | None:
+    """Why media of this shape are not RGB images whose sides are multiples of `multiple`; None if they are."""
+    if len(shape) != 3 or shape[0] != 3:
+        return f"its shape is {shape}, and this model takes RGB images (3 × height × width)"
+    if shape[1] % multiple or shape[2] % multiple:
+        return f"it is {shape[2]}×{shape[1]}, and both sides must be multiples of {multiple}"
+    return None
+
+
+def unsupported_reason(model: ModelDescription, shape: tuple[int, ...]) -> str | None:
+    """Sides must be whole tokens of `PATCH_SIZE` latents."""
+    return image_unsupported_reason(shape, pixels_per_latent(model) * PATCH_SIZE)
+
+
+# ── latents and tokens, as the pipelines of Flux and Qwen-Image pack them ─────────────────────────────────────────────
+
+
+def token_count(model: ModelDescription, shape: tuple[int, ...]) -> int:
+    """Tokens of latents of shape CHW."""
+    _, height, width = shape
+    return (height // PATCH_SIZE) * (width // PATCH_SIZE)
+
+
+def pack_latents(latents_BCHW: torch.Tensor) -> torch.Tensor:
+    """Latents as tokens: one row of 4·C numbers for each 2×2 patch."""
+    batch, channels, height, width = latents_BCHW.shape
+    patches = latents_BCHW.reshape(batch, channels, height // PATCH_SIZE, PATCH_SIZE, width // PATCH_SIZE, PATCH_SIZE)
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH_SIZE * PATCH_SIZE)
+
+
+def unpack_latents(packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The inverse of `pack_latents` for latents of this shape (BCHW)."""
+    batch, channels, height, width = shape
+    patches = packed.reshape(batch, height // PATCH_SIZE, width // PATCH_SIZE, channels, PATCH_SIZE, PATCH_SIZE)
+    return patches.permute(0, 3, 1, 4, 2, 5).reshape(shape)
+
+
+# ── samples ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSampling:
+    """What differs between the pipelines that `build_sampler` uses."""
+
+    unsupported_reason: Callable[[ModelDescription, tuple[int, ...]], str | None] = unsupported_reason
+    pipeline_options: Callable[[ModelDescription], Mapping[str, Any]] = lambda _model: {}
+    """Arguments of the pipeline's constructor beside its components."""
+    call_arguments: Callable[[SampleRequest], Mapping[str, Any]] = lambda request: {
+        "negative_prompt": request.negative_prompt
+    }
+    """Arguments of the pipeline's call beside those that every pipeline takes."""
+    unpack_latents: Callable[[Any, torch.Tensor, SampleRequest], torch.Tensor] = lambda _pipeline, latents, _request: (
+        latents
+    )
+    """(pipeline, its output, request) → latents as the VAE takes them."""
+
+
 class ImagePipelineSampler:
-    """Samples through a family's own diffusers pipeline, with the VAE in fp32 whatever the denoiser computes in."""
+    """Samples through the model's diffusers pipeline. The VAE decodes in fp32 whatever the denoiser computes in."""
 
     def __init__(
-        self,
-        pipeline: Any,
-        component: str,
-        unsupported_reason: Callable[[tuple[int, ...]], str | None],
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        extra_arguments: Callable[[SampleRequest], dict[str, Any]] = lambda request: {
-            "negative_prompt": request.negative_prompt
-        },
-        unpack_latents: Callable[[torch.Tensor, SampleRequest], torch.Tensor] = lambda latents, _request: latents,
+        self, model: ModelDescription, pipeline: Any, sampling: ImageSampling, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """`part` is the denoiser. `told` is what the pipeline is told beside what every one is, and `unpacked` makes
-        latents of what it returns."""
-        self._pipeline, self._component, self._unsupported_reason = pipeline, component, unsupported_reason
-        self._device, self._dtype, self._extra_arguments, self._unpack_latents = (
-            device,
-            dtype,
-            extra_arguments,
-            unpack_latents,
-        )
+        self._model, self._pipeline, self._sampling = model, pipeline, sampling
+        self._device, self._dtype = device, dtype
         pipeline.set_progress_bar_config(disable=True)
 
     @torch.no_grad()
     def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
-        require_image_request(request, self._unsupported_reason((3, request.height, request.width)))
+        require_possible(request, image_request_problem(self._model, request, self._sampling.unsupported_reason))
         pipeline = self._pipeline
-        with sampling.eval_with_autocast([getattr(pipeline, self._component)], self._device, self._dtype):
+        denoiser = getattr(pipeline, self._model.experts[0].component)
+        with eval_with_autocast([denoiser], self._device, self._dtype):
             latents = pipeline(
                 prompt=request.prompt,
                 height=request.height,
@@ -82,46 +198,55 @@ class ImagePipelineSampler:
                 guidance_scale=request.guidance_scale,
                 generator=torch.Generator().manual_seed(request.seed),
                 output_type="latent",
-                **self._extra_arguments(request),
+                **self._sampling.call_arguments(request),
             ).images
-        pixels = decode_latents(pipeline.vae, self._unpack_latents(latents.float(), request))
-        return sampling.to_uint8(pipeline.image_processor.postprocess(pixels, output_type="np"))
+        pixels = decode_latents(pipeline.vae, self._sampling.unpack_latents(pipeline, latents.float(), request))
+        return to_uint8(pipeline.image_processor.postprocess(pixels, output_type="np"))
 
 
-def vae_scale_factor(model: ModelDescription) -> int:
-    """Pixels per latent: each of the VAE's levels but the last halves the sides."""
-    widths = model.configs["vae"].get("block_out_channels", (0, 0, 0, 0))
-    assert isinstance(widths, list | tuple)
-    return int(2 ** (len(widths) - 1))
-
-
-def image_unsupported_reason(shape: tuple[int, ...], multiple: int) -> str | None:
-    """Why media of this shape are no pictures whose sides are multiples of `side`; None if they are."""
-    if len(shape) != 3 or shape[0] != 3:
-        return f"its shape is {shape}, and this model takes pictures of 3 colours"
-    if shape[1] % multiple or shape[2] % multiple:
-        return f"it is {shape[2]}×{shape[1]}, and both sides must be multiples of {multiple}"
-    return None
-
-
-def require_image_request(request: SampleRequest, reason: str | None) -> None:
-    """ModelError for a sample that is no picture, or that cannot be made for the reason given."""
+def image_request_problem(
+    model: ModelDescription,
+    request: SampleRequest,
+    unsupported_reason: Callable[[ModelDescription, tuple[int, ...]], str | None] = unsupported_reason,
+) -> str | None:
+    """Why the requested sample is not an image of a size that the model takes; None if it is."""
     if request.frames != 1:
-        raise ModelError(f"the sample {request.prompt!r} has {request.frames} frames, and this model makes pictures")
-    if reason:
-        raise ModelError(f"the sample {request.prompt!r} cannot be made: {reason}")
+        return f"it has {request.frames} frames, and this model generates single images; set frames to 1"
+    return unsupported_reason(model, (3, request.height, request.width))
 
 
-def build_media_encoder(model: ModelDescription, device: torch.device) -> ImageVaeEncoder:
-    return ImageVaeEncoder(loading.load_module(model, "vae", torch.float32), device)
+def build_sampler(
+    model: ModelDescription,
+    modules: Mapping[str, nn.Module],
+    device: torch.device,
+    dtype: torch.dtype,
+    sampling: ImageSampling = ImageSampling(),  # noqa: B008  frozen
+) -> ImagePipelineSampler:
+    """A sampler around `modules`, with the pipeline class that the model's index names; other components are loaded."""
+    pipeline_class = getattr(diffusers, str(model.configs[""]["_class_name"]))
+    pipeline = pipeline_class(**pipeline_components(model, modules, device, dtype), **sampling.pipeline_options(model))
+    return ImagePipelineSampler(model, pipeline, sampling, device, dtype)
 
 
-def _latent_shift_and_scale(vae: Any) -> tuple[torch.Tensor | float, torch.Tensor | float]:
-    """What latents are moved by, and then multiplied by: per channel where the config has both, else for all alike."""
-    config = vae.config
-    if config.latents_mean is None or config.latents_std is None:
-        return config.shift_factor or 0.0, config.scaling_factor
-    mean, std = (
-        torch.tensor(one, device=vae.device).view(1, -1, 1, 1) for one in (config.latents_mean, config.latents_std)
+# ── the record ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class ImageFamily(Family):
+    """A `Family` whose functions default to those above: flow matching, one transformer, text of a fixed length.
+
+    A family states `name`, `read_model`, `build_text_encoder`, `denoise`, `target_presets` and `write_tiny_pipeline`.
+    """
+
+    prediction: PredictionType = "flow"
+    media_files: Callable[[ModelDescription], Sequence[Path]] = vae_files
+    text_files: Callable[[ModelDescription], Sequence[Path]] = text_files
+    build_media_encoder: Callable[[ModelDescription, torch.device], MediaEncoder] = build_media_encoder
+    unsupported_reason: Callable[[ModelDescription, tuple[int, ...]], str | None] = unsupported_reason
+    load_denoiser: Callable[[ModelDescription, Expert, torch.dtype], nn.Module] = loading.load_denoiser
+    pad_text: Callable[[ModelDescription, Sequence[Tensors]], Tensors] = stack_text
+    token_count: Callable[[ModelDescription, tuple[int, ...]], int] = token_count
+    build_sampler: Callable[[ModelDescription, Mapping[str, nn.Module], torch.device, torch.dtype], ModelSampler] = (
+        build_sampler
     )
-    return mean, config.scaling_factor / std
+    export_prefix: Mapping[str, str] = field(default_factory=lambda: {"transformer": "transformer"})

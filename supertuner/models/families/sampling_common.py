@@ -1,4 +1,4 @@
-"""What samplers of all families share: parts for a pipeline, and modules that compute as in training inside it."""
+"""Helpers for the samplers of all families: pipeline components, and denoisers that compute as in training."""
 
 from __future__ import annotations
 
@@ -11,34 +11,40 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from supertuner.core.errors import ModelError
 from supertuner.models import loading
-from supertuner.models.spec import ModelDescription
+from supertuner.models.spec import ModelDescription, SampleRequest
 
 
 def pipeline_components(
-    model: ModelDescription,
-    modules: Mapping[str, nn.Module],
-    names: Iterable[str],
-    device: torch.device,
-    dtype: torch.dtype,
+    model: ModelDescription, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The parts of a pipeline: those given as they are, the others loaded; a VAE computes in fp32."""
+    """Every component whose config the model holds: from `modules` if it is there, otherwise loaded.
+
+    A loaded VAE computes in fp32, other loaded modules in `dtype`.
+    """
     components: dict[str, Any] = {}
-    for name in names:
+    for name in model.configs:
         if name in modules:
             components[name] = modules[name]
         elif name.startswith(("tokenizer", "scheduler")):
             components[name] = loading.load_tokenizer_or_scheduler(model, name)
-        else:
+        elif name:  # "" is the pipeline's own config
             components[name] = loading.load_module(model, name, torch.float32 if name == "vae" else dtype).to(device)
     return components
 
 
+def require_possible(request: SampleRequest, reason: str | None) -> None:
+    """Raise ModelError if there is a reason why this sample cannot be generated."""
+    if reason:
+        raise ModelError(f"the sample {request.prompt!r} cannot be generated: {reason}")
+
+
 @contextmanager
 def eval_with_autocast(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """While open, these modules are in eval mode and run their forward pass under autocast (fp32: without).
+    """Inside the block, these modules are in eval mode and run their forward pass under autocast (in fp32 without).
 
-    Only they: a scheduler or a VAE that the pipeline calls in between keeps its own precision.
+    Only these modules: a scheduler or a VAE that the pipeline calls in between keeps its own precision.
     """
     with ExitStack() as stack:
         for module in modules:
@@ -49,7 +55,7 @@ def eval_with_autocast(modules: Iterable[nn.Module], device: torch.device, dtype
 
 
 def to_uint8(pixels: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
-    """Pixels in [0, 1], rounded as diffusers rounds them for pictures."""
+    """Pixels in [0, 1] as bytes, rounded as diffusers rounds images."""
     return (pixels * 255).round().astype(np.uint8)
 
 
@@ -60,8 +66,8 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for one in training_modules:
-            one.training = True
+        for submodule in training_modules:
+            submodule.training = True
 
 
 @contextmanager

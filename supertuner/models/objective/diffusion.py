@@ -24,8 +24,8 @@ import torch
 import xxhash
 
 from supertuner.core.errors import ModelError
+from supertuner.models.spec import PredictionType
 
-PredictionType: TypeAlias = Literal["flow", "epsilon", "v"]
 LossWeighting: TypeAlias = Literal["none", "sigma_sqrt", "cosmap", "min_snr", "debiased"]
 
 MIN_SIGMA = 2.0**-20

@@ -14,43 +14,14 @@ squared error of what a model predicts is that error times a factor, so it count
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 
-from supertuner.config.settings.model import ObjectiveSettings
-from supertuner.core.events import DecisionEvent
-from supertuner.models.objective.diffusion import PredictionType, TrainingObjective
+from supertuner.models.objective.diffusion import TrainingObjective
 from supertuner.models.objective.snr import snr_from_alphas_cumprod
 
 MIN_SNR = 1e-4
 """`debiased` gives noise alone (SNR 0) an infinite weight; smaller ratios count like this one: a hundredfold."""
-FLOW_SNR_REASON = (
-    "the model learns flow matching, whose velocity is equally large at every noise level: there is nothing for the "
-    'SNR to balance. With objective.flow_snr: "path" the SNR of its path counts'
-)
-
-
-def objective_from_settings(
-    settings: ObjectiveSettings, prediction: PredictionType, alphas_cumprod: torch.Tensor | None = None
-) -> TrainingObjective:
-    """What a run learns: what its model predicts, with errors counted as the settings say."""
-    weighting = settings.weighting
-    if prediction == "flow" and settings.flow_snr == "none" and weighting in ("min_snr", "debiased"):
-        weighting = "none"
-    return TrainingObjective(
-        prediction,
-        alphas_cumprod,
-        weighting,
-        snr_gamma=settings.snr_gamma,
-        huber_delta=settings.huber_delta if settings.loss == "huber" else None,
-    )
-
-
-def weighting_decisions(settings: ObjectiveSettings, objective: TrainingObjective) -> Iterator[DecisionEvent]:
-    """What was decided about weights, to be said once."""
-    if objective.weighting != settings.weighting:
-        yield DecisionEvent("objective.weighting", objective.weighting, FLOW_SNR_REASON)
 
 
 def loss_weight(sigmas: torch.Tensor, objective: TrainingObjective) -> torch.Tensor:

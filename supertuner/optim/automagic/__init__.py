@@ -1,1 +1,1 @@
-"""To be written."""
+"""The optimizer Automagic: one learning rate per weight, stored in 10 bits."""

@@ -1,7 +1,7 @@
-/* One step of Automagic on one tensor in a CPU's memory, in one call: what optim/automagic.py does with torch's kernels,
-   one pass over the memory each, is here three passes in all. optim/automagic.py has the algorithm, optim/rates.py the
-   layout of `low`, `high` and `signs`. Sums have a fixed order and nothing is contracted to a multiply-add, so that the
-   result is the same on every CPU and whatever instructions it has. Loaded with ctypes. */
+/* One step of Automagic on one tensor in CPU memory, in three passes over the memory. optimizer.py describes the
+   algorithm and has the same step in torch operations; packed_rates.py describes the layout of `low`, `high` and
+   `signs`. Sums have a fixed order and no multiply-add is fused, so the result is the same on every CPU whatever
+   instructions it has. Loaded with ctypes. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -19,12 +19,12 @@ struct step {
     const float *gradient;
     float *weights, *row, *column;
     uint8_t *low, *high, *signs;
-    float *row_factor, *column_factor, *sums; /* room: rows, columns, 2 columns */
-    uint8_t *new_signs;                       /* room: as many as signs */
+    float *row_factor, *column_factor, *sums; /* scratch: rows, columns, 2 columns */
+    uint8_t *new_signs;                       /* scratch: as many as signs */
     int64_t rows, columns, padded;
     float share; /* 1 - beta2 */
     float epsilon, clip, factor, decay, lowest;
-    int32_t top, first; /* first: nothing to agree with yet */
+    int32_t top, first; /* first: there is no last update to compare with */
 };
 
 INLINE float total(float *lanes) {
@@ -33,7 +33,7 @@ INLINE float total(float *lanes) {
     return lanes[0];
 }
 
-/* Squares of one row: their sum, and each added to its column. */
+/* The sum of one row's squares; each square is also added to its column. */
 INLINE float squares(const float *restrict g, float *restrict columns, int64_t n) {
     float lanes[LANES] = {0};
     int64_t i = 0;
@@ -67,7 +67,8 @@ INLINE void scale(const float *restrict g, const float *restrict factors, float 
     for (int64_t i = 0; i < n; i++) out[i] = g[i] * factor * factors[i];
 }
 
-/* Rates of consecutive elements of one plane of bits moved, and their weights. */
+/* Move the rates of n consecutive elements of one plane of bits, and update their weights. `plane` (0–7) is the bit of
+   these elements in a byte of `signs`; `pair` is the lower of their two bits in a byte of `high`. */
 INLINE void move(const float *restrict g, const float *restrict updates, float *restrict weights,
                  uint8_t *restrict low, uint8_t *restrict high, const uint8_t *restrict signs,
                  uint8_t *restrict new_signs, int plane, const struct step *s, int64_t n) {
@@ -87,13 +88,14 @@ INLINE void move(const float *restrict g, const float *restrict updates, float *
     }
 }
 
+/* First pass: the factored second moments, row and column means of the squared gradient. */
 INLINE void moments(const struct step *s) {
     float *part = s->sums, *whole = s->sums + s->columns;
     memset(s->sums, 0, sizeof(float) * 2 * (size_t)s->columns);
     for (int64_t r = 0; r < s->rows; r++) {
         float mean = squares(s->gradient + r * s->columns, part, s->columns) / (float)s->columns;
         s->row[r] += s->share * (mean + s->epsilon - s->row[r]);
-        if (r % ROWS == ROWS - 1 || r == s->rows - 1) { /* short sums first: long ones lose digits */
+        if (r % ROWS == ROWS - 1 || r == s->rows - 1) { /* sums of at most ROWS rows first: long fp32 sums lose digits */
             for (int64_t c = 0; c < s->columns; c++) whole[c] += part[c];
             memset(part, 0, sizeof(float) * (size_t)s->columns);
         }
@@ -102,7 +104,7 @@ INLINE void moments(const struct step *s) {
         s->column[c] += s->share * (whole[c] / (float)s->rows + s->epsilon - s->column[c]);
 }
 
-/* What a gradient's rows and columns are multiplied by to be the clipped update. */
+/* The factors of rows and columns that turn the gradient into the clipped update. */
 INLINE void factors(const struct step *s) {
     double mean = 0, squared = 0;
     for (int64_t r = 0; r < s->rows; r++) mean += s->row[r];
@@ -117,6 +119,7 @@ INLINE void factors(const struct step *s) {
     for (int64_t r = 0; r < s->rows; r++) s->row_factor[r] *= factor;
 }
 
+/* The updates of n elements from `begin` on, which may span several rows. */
 INLINE void updates(const struct step *s, int64_t begin, int64_t n, float *out) {
     int64_t r = begin / s->columns, c = begin % s->columns, some;
     for (int64_t done = 0; done < n; done += some, r++, c = 0) {
@@ -125,6 +128,7 @@ INLINE void updates(const struct step *s, int64_t begin, int64_t n, float *out) 
     }
 }
 
+/* The elements of one plane are contiguous (packed_rates.py), so each plane is processed as blocks of plain arrays. */
 WIDE void supertuner_automagic(const struct step *s) {
     float block[BLOCK];
     int64_t count = s->rows * s->columns, eighth = s->padded / 8;

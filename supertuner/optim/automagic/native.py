@@ -1,7 +1,7 @@
-"""Automagic's step on CPU tensors by a few lines of C, if they were built: three passes over memory instead of forty.
+"""Automagic's step on CPU tensors in C, if the extension was built: three passes over memory instead of forty.
 
-It does what the torch form does and stores the same codes and signs; weights and moments agree to rounding. Which of
-the two works on a tensor depends on the tensor and the build alone, so a run that goes on computes as it began.
+It stores the same codes and signs as the torch implementation; weights and moments agree up to rounding. Which of the
+two updates a tensor depends only on the tensor and the build, so a resumed run computes like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NativeStep(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativeStepConstants:
-    """What is the same for all tensors of a step; `decay` and `lowest` are in units, as `factor` brings updates."""
+    """The constants of a step, named as in `struct step`. `factor`, `decay` and `lowest` are in units of the rates."""
 
     share: float
     epsilon: float
@@ -50,34 +50,40 @@ class NativeStepConstants:
 
 
 def find_native_library() -> Path | None:
-    """The C part, if it was built when the package was installed."""
+    """The path of the extension, or None if it was not built when the package was installed."""
     here = Path(__file__)
     return next((path for end in EXTENSION_SUFFIXES if (path := here.with_name(f"_automagic{end}")).is_file()), None)
 
 
 class NativeAutomagic:
-    """The library, loaded."""
+    """The loaded library."""
 
     def __init__(self, path: Path) -> None:
         self._step_function = ctypes.CDLL(str(path)).supertuner_automagic
         self._step_function.argtypes, self._step_function.restype = [ctypes.POINTER(NativeStep)], None
 
     def supports(self, batch: ParameterBatch) -> bool:
-        """Not fake tensors, which have no memory: a forecast of a GPU's step goes torch's own way, as the GPU does."""
+        """Whether all parameters are contiguous fp32 tensors on the CPU.
+
+        Fake tensors have no memory; a forecast of a GPU step uses the torch implementation, as the GPU does.
+        """
         return all(
             p.device.type == "cpu" and p.dtype == torch.float32 and p.is_contiguous() and not isinstance(p, FakeTensor)
             for p in batch.parameters
         )
 
     def step(self, batches: list[ParameterBatch], constants: NativeStepConstants, fresh: set[int]) -> None:
-        """One step of all parameters of these batches, on as many threads as torch uses."""
+        """One step of all parameters of these batches, on as many threads as torch uses.
+
+        `fresh` holds the ids of parameters whose first step this is.
+        """
         jobs = [(batch, row) for batch in batches for row in range(len(batch.parameters))]
         threads = min(torch.get_num_threads(), len(jobs))
         if threads <= 1:
             for batch, row in jobs:
                 self._step_one(batch, row, constants, fresh)
             return
-        with ThreadPoolExecutor(threads) as pool:  # the library is called without the interpreter's lock
+        with ThreadPoolExecutor(threads) as pool:  # ctypes releases the GIL during the call
             list(pool.map(lambda job: self._step_one(job[0], job[1], constants, fresh), jobs))
 
     def _step_one(self, batch: ParameterBatch, row: int, constants: NativeStepConstants, fresh: set[int]) -> None:

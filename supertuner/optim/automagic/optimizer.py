@@ -1,4 +1,4 @@
-"""Automagic: every weight has a learning rate of its own, which goes up while its updates agree in sign and else down.
+"""Automagic: every weight has its own learning rate, which rises while its updates keep their sign and falls otherwise.
 
 With g the gradient of a tensor as a matrix (a vector has one row; a kernel has a row per output channel):
 
@@ -8,9 +8,10 @@ With g the gradient of a tensor as a matrix (a vector has one row; a kernel has 
     η ← clamp(η ± bump, lowest, highest)                    + where u has the sign of the last update, - where the other
     w ← w - f η (u + decay · w)                             f: the schedule's factor, 1 without one
 
-A first update has nothing to agree with, and an update of zero has no sign: neither moves η. There is no momentum. η is
-kept in 10 bits and the last sign in one (`rates.py`); bf16 weights are rounded by chance (`chance.py`), so that small
-updates are not lost. Tensors of equal shape are worked on together, and the host never waits for the device.
+The first update of a weight has no predecessor, and an update of zero has no sign: neither moves η. There is no
+momentum. η is stored in 10 bits and the last sign in one (packed_rates.py); bf16 weights are rounded stochastically
+(stochastic_bits.py), so that small updates are not lost. Tensors of equal shape are updated together (see
+parameter_batches.py), and the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from supertuner.optim.automagic.packed_rates import (
     sign_agreement,
 )
 from supertuner.optim.automagic.parameter_batches import ParameterBatch, build_batches, matrix_shape
+from supertuner.optim.automagic.stochastic_bits import StochasticBits, stochastic_round_to_bf16
 from supertuner.optim.automagic.workspace import DeviceWorkspace, ScratchViews, padded_count
-from supertuner.optim.stochastic_bits import StochasticBits, stochastic_round_to_bf16
 
-EPSILON = 1e-30
+BETA2, CLIP, EPSILON = 0.999, 1.0, 1e-30
 MOVE_RATES, ROUND_WEIGHTS = 1, 2
-"""Purposes of random numbers."""
+"""The two purposes of random numbers in a step."""
 
 
 class Automagic(torch.optim.Optimizer):
-    """One expert's weights. `lr` over the limits' start is the factor that a schedule applies to all rates."""
+    """The optimizer of one expert. The group's `lr` divided by `limits.start` is the schedule's factor on all rates."""
 
     def __init__(
         self,
@@ -52,29 +53,27 @@ class Automagic(torch.optim.Optimizer):
         *,
         weight_decay: float = 0.0,
         seed: int = 0,
-        beta2: float = 0.999,
-        clip: float = 1.0,
         rate_storage: Literal["packed", "fp32"] = "packed",
         native: bool = True,
     ) -> None:
         assert all(p.dtype in (torch.float32, torch.bfloat16) for p in parameters.values()), "fp32 or bf16 weights"
         self._rates = PackedRates(limits) if rate_storage == "packed" else Fp32Rates(limits)
-        # What differs in a group from its defaults is saved: steps made, and in which units rates are kept.
+        # Checkpoints save the group's entries that differ from the defaults: number of steps, and unit of the rates.
         defaults = {"lr": limits.start, "weight_decay": weight_decay, "updates": 0, "lowest": 0.0, "unit": 0.0}
         super().__init__(list(parameters.values()), defaults)
         self.param_groups[0].update(lowest=self._rates.lowest, unit=self._rates.unit)
         self._parameters = dict(parameters)
-        self._limits, self._seed, self._beta2, self._clip = limits, seed, beta2, clip
+        self._limits, self._seed = limits, seed
         library = find_native_library() if native else None
         self._native = None if library is None else NativeAutomagic(library)
         self._workspaces: dict[torch.device, DeviceWorkspace] = {}
         self._batches: list[ParameterBatch] = []
         self._batched_ids: list[int] = []
-        """Which parameters the batches are of."""
+        """The ids of the parameters in the batches."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "a window computes its gradients once"
+        assert closure is None, "gradients are computed before the step; there is no closure"
         (group,) = self.param_groups
         step: int = group["updates"]
         random_bits = StochasticBits(self._seed, step)
@@ -93,7 +92,7 @@ class Automagic(torch.optim.Optimizer):
 
     @torch.no_grad()
     def learning_rate_spread(self) -> LearningRateSpread | None:
-        """How the rates of all weights that were ever trained are spread now; None if there are none."""
+        """The distribution of the rates of all weights that have a state; None without any or with fp32 storage."""
         if not isinstance(self._rates, PackedRates) or not self.state:
             return None
         (group,) = self.param_groups
@@ -106,33 +105,31 @@ class Automagic(torch.optim.Optimizer):
         return self._rates.spread_of_histogram(total, group["lr"] / self._limits.start)
 
     def states_replaced(self) -> None:
-        """States were moved to another memory: batches, which hold them together, are made anew when needed."""
+        """Call after states were moved to another memory: the next step rebuilds the batches that stack them."""
         self._batches, self._batched_ids = [], []
 
     def _state_rows(self) -> Iterator[tuple[Mapping[str, torch.Tensor], int, ScratchViews]]:
-        """Everything remembered: batches as they are, and what is of parameters outside of them."""
+        """All state as (rows, elements per row, scratch): the batches, then each parameter outside of them."""
         yield from ((batch.state, batch.count, batch.scratch()) for batch in self._batches)
         inside = {id(view) for batch in self._batches for view in batch.views}
         for p, state in self.state.items():
             if id(state) not in inside:
-                yield {key: kept.unsqueeze(0) for key, kept in state.items()}, p.numel(), self.scratch_for(p)
+                yield {key: entry.unsqueeze(0) for key, entry in state.items()}, p.numel(), self.scratch_for(p)
 
     def _step_native(self, factor: float, decay: float, fresh: set[int]) -> list[ParameterBatch]:
-        """Make the step of all batches that the library takes; the others."""
+        """Update the batches that the C library supports, and return the others."""
         native, rates = self._native, self._rates
         if native is None or not isinstance(rates, PackedRates) or rates.move_probability < 1.0:
             return self._batches
         lowest = rates.lowest / rates.unit
-        constants = NativeStepConstants(
-            1 - self._beta2, EPSILON, self._clip, factor, factor * decay, lowest, rates.max_code
-        )
+        constants = NativeStepConstants(1 - BETA2, EPSILON, CLIP, factor, factor * decay, lowest, rates.max_code)
         native.step([batch for batch in self._batches if native.supports(batch)], constants, fresh)
         return [batch for batch in self._batches if not native.supports(batch)]
 
     def _update_batches(self) -> set[int]:
-        """Put the parameters that have a gradient into batches, unless they are; those that never had one before.
+        """Batch the parameters that have a gradient; return the ids of those that never had one before.
 
-        Batches are made anew where other parameters have gradients than in the step before, or states were loaded.
+        The batches are rebuilt only if other parameters have gradients than in the last step, or states were loaded.
         """
         self._convert_loaded_rates()
         with_gradient = {name: p for name, p in self._parameters.items() if p.grad is not None}
@@ -149,18 +146,18 @@ class Automagic(torch.optim.Optimizer):
         return fresh
 
     def _convert_loaded_rates(self) -> None:
-        """Rates that were loaded in other units, since limits or bump were others then, are put into ours."""
+        """Convert loaded rates whose unit differs, because limits or bump have changed since they were saved."""
         (group,) = self.param_groups
         lowest, unit = group["lowest"], group["unit"]
         if isinstance(self._rates, PackedRates) and (lowest, unit) != (self._rates.lowest, self._rates.unit):
             for p, state in self.state.items():
-                rows = {key: kept.unsqueeze(0) for key, kept in state.items()}
+                rows = {key: entry.unsqueeze(0) for key, entry in state.items()}
                 self._rates.convert(rows, self.scratch_for(p), lowest, unit)
         group.update(lowest=self._rates.lowest, unit=self._rates.unit)
 
     def scratch_for(self, p: torch.Tensor) -> ScratchViews:
-        """What the state of one parameter is read with: where the state is, which may be at home while `p` is not."""
-        device = next((kept.device for kept in self.state.get(p, {}).values()), p.device)
+        """Scratch on the device of a parameter's state, which under a plan may differ from the parameter's device."""
+        device = next((entry.device for entry in self.state.get(p, {}).values()), p.device)
         return self._workspace(device).scratch(1, *matrix_shape(p.shape))
 
     def _release_workspaces(self) -> None:
@@ -175,14 +172,14 @@ class Automagic(torch.optim.Optimizer):
     def _updates(
         self, batch: ParameterBatch, gradient: torch.Tensor, scratch: ScratchViews, factor: float
     ) -> torch.Tensor:
-        """u, clipped, times `factor`: one matrix per tensor."""
+        """The clipped updates u times `factor`, one matrix per tensor."""
         row, column, work = batch.state["row"], batch.state["column"], scratch.updates
         torch.mul(gradient, gradient, out=work)
-        row.lerp_(work.mean(-1).add_(EPSILON), 1 - self._beta2)
-        column.lerp_(work.mean(-2).add_(EPSILON), 1 - self._beta2)
+        row.lerp_(work.mean(-1).add_(EPSILON), 1 - BETA2)
+        column.lerp_(work.mean(-2).add_(EPSILON), 1 - BETA2)
         torch.mul(gradient, (row / row.mean(-1, keepdim=True)).rsqrt_().unsqueeze(-1), out=work)
         work.mul_(column.rsqrt().unsqueeze(-2))
-        rms = torch.linalg.vector_norm(work, dim=(-2, -1), keepdim=True).div_(self._clip * batch.count**0.5)
+        rms = torch.linalg.vector_norm(work, dim=(-2, -1), keepdim=True).div_(CLIP * batch.count**0.5)
         return work.mul_(rms.clamp_(min=1.0).reciprocal_().mul_(factor))
 
 
@@ -201,7 +198,7 @@ def _rate_moves(batch: ParameterBatch, gradient: torch.Tensor, scratch: ScratchV
 def _apply_updates(
     batch: ParameterBatch, updates: torch.Tensor, rates: torch.Tensor, decay: float, noise: NoiseSource
 ) -> None:
-    """w ← w - rates · (updates + decay · w), both in the same units."""
+    """w ← w - rates · (updates + decay · w). Rates are in units; `updates` and `decay` contain the unit as a factor."""
     parameters: list[torch.Tensor] = list(batch.parameters)
     if parameters[0].dtype == torch.float32:
         parts = batch.split(updates)

@@ -1,7 +1,7 @@
-"""Tensors of one shape as one: their gradients stacked, their states side by side, for few and large kernels.
+"""Groups parameters of equal shape into batches, whose gradients and states are stacked for few and large kernels.
 
-What is remembered of a parameter is a row of its batch's tensors; `views` shows it as the parameter's own state, so
-that a checkpoint is keyed by parameter, whatever batches there were.
+The state of a parameter is a row of its batch's tensors. `views` presents that row as the parameter's own state, so
+that a checkpoint is keyed by parameter and does not depend on the batches.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 from torch import nn
 
 from supertuner.optim.automagic.packed_rates import RateStorage
+from supertuner.optim.automagic.stochastic_bits import name_keys
 from supertuner.optim.automagic.workspace import DeviceWorkspace, ScratchViews, padded_count
-from supertuner.optim.stochastic_bits import name_keys
 
 State: TypeAlias = dict[str, Any]
 Shape: TypeAlias = tuple[int, int]
 CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 17, 1 << 23
-"""Elements of one batch: on a CPU what its cache holds, elsewhere what bounds the memory for intermediate results."""
+"""The largest number of elements in a batch: on a CPU it fits its cache, elsewhere it bounds the scratch memory."""
 
 
 def matrix_shape(shape: Sequence[int]) -> Shape:
-    """A tensor as rows and columns: a vector is one row, a kernel has one row per output channel."""
+    """A tensor's shape as a matrix: a vector is one row, a kernel has one row per output channel."""
     if len(shape) < 2:
         return 1, math.prod(shape)
     return shape[0], math.prod(shape[1:])
 
 
 def state_shapes(shape: Sequence[int], rates: RateStorage) -> dict[str, tuple[int, torch.dtype]]:
-    """What is remembered of a parameter: vectors, by name their length and type."""
+    """The state of a parameter: name of each vector → length and type."""
     rows, columns = matrix_shape(shape)
     count = padded_count(rows * columns)
     moments = {"row": (rows, torch.float32), "column": (columns, torch.float32)}
@@ -41,29 +41,29 @@ def state_shapes(shape: Sequence[int], rates: RateStorage) -> dict[str, tuple[in
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ParameterBatch:
-    """Parameters that are worked on together."""
+    """Parameters that are updated together."""
 
     parameters: tuple[nn.Parameter, ...]
     shape: Shape
-    """Of each, as a matrix."""
+    """The shape of each parameter as a matrix."""
     state: Mapping[str, torch.Tensor]
-    """Everything remembered, one row per parameter."""
+    """The state, one row per parameter."""
     views: tuple[State, ...]
-    """The same as each parameter's own."""
+    """Each parameter's row of `state`, as its own state."""
     keys: torch.Tensor
-    """Of their names, for random numbers."""
+    """Hashes of the parameters' names, for random numbers."""
     workspace: DeviceWorkspace
 
     @property
     def count(self) -> int:
-        """Elements of each."""
+        """The number of elements of each parameter."""
         return self.shape[0] * self.shape[1]
 
     def scratch(self) -> ScratchViews:
         return self.workspace.scratch(len(self.parameters), *self.shape)
 
     def gradient(self, scratch: ScratchViews) -> torch.Tensor:
-        """All gradients, fp32, as matrices. Of a single tensor it may be the gradient itself: not to be changed."""
+        """All gradients as fp32 matrices. Do not modify: for a single parameter it may be the gradient itself."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         (first, *more) = gradients
         if not more and first.dtype == torch.float32 and first.is_contiguous():
@@ -72,7 +72,7 @@ class ParameterBatch:
         return scratch.gradient
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """One number per weight, cut up into tensors of the parameters' own shape."""
+        """Views of one number per weight as tensors of the parameters' shapes, without the padding."""
         parts = flat.view(len(flat), -1)[:, : self.count]
         return [part.view(p.shape) for part, p in zip(parts.unbind(), self.parameters, strict=True)]
 
@@ -83,7 +83,7 @@ def build_batches(
     rates: RateStorage,
     workspace_for: Callable[[torch.device], DeviceWorkspace],
 ) -> list[ParameterBatch]:
-    """The parameters in batches, with what is remembered of them."""
+    """Batches of the parameters, with their existing states, or initial ones."""
     names_by_layout: dict[tuple[Shape, torch.dtype, torch.device, bool], list[str]] = {}
     for name, p in parameters.items():
         names_by_layout.setdefault((matrix_shape(p.shape), p.dtype, p.device, p.is_contiguous()), []).append(name)

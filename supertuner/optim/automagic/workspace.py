@@ -1,7 +1,7 @@
-"""Room for intermediate results, used again and again: fresh memory and views cost more than the arithmetic on them.
+"""Reusable buffers for intermediate results: allocating memory and creating views costs more than the arithmetic.
 
-A bench belongs to a device, and a set of tools to one size of batch on it. All tools of a bench lie in the same memory,
-so only those that were taken last may be used.
+There is one `DeviceWorkspace` per device, and one `ScratchViews` per batch size in it. All views of a workspace share
+the same memory, so only the views that were requested last may be used.
 """
 
 from __future__ import annotations
@@ -15,29 +15,35 @@ PlanePairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def padded_count(count: int) -> int:
-    """Elements that rates and signs are kept for: whole bytes."""
+    """`count` rounded up to a multiple of 8, so that packed signs fill whole bytes."""
     return -(-count // 8) * 8
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BitMasks:
-    """Where bits lie, as tensors on a device; made once, since making them waits for the device."""
+    """Bit masks as tensors on a device, built once because building them waits for the device.
+
+    The packed layout is described in packed_rates.py.
+    """
 
     one: torch.Tensor
     sign_bits: torch.Tensor
-    """The bit of each of 8 planes of a byte."""
+    """1, 2, 4 … 128: the bit of each of the 8 sign planes in a byte."""
     bit_pairs: torch.Tensor
-    """The two bits of each of its 4 planes."""
+    """3, 12, 48, 192: the two bits of each of the 4 planes of `high` in a byte."""
     to_high_bits: torch.Tensor
-    """What brings those two bits to bits 8 and 9."""
+    """256, 64, 16, 4: the factor that moves a plane's two bits to bits 8 and 9 of an int16."""
     to_pair_position: torch.Tensor
-    """What brings bits 0 and 1 to them."""
+    """1, 4, 16, 64: the factor that moves bits 0 and 1 to a plane's place in a byte."""
     byte_shift: torch.Tensor
-    """By how much to shift for the next byte."""
+    """8: the shift from bits 8 and 9 to bits 0 and 1."""
 
 
 class ScratchViews:
-    """Views of a bench's memory for batches of `many` tensors of `rows` by `columns`."""
+    """Views of a workspace's memory for a batch of `batch_size` matrices of `rows` × `columns`.
+
+    Several names view the same memory: a comment says where one value replaces another.
+    """
 
     def __init__(self, workspace: DeviceWorkspace, batch_size: int, rows: int, columns: int) -> None:
         count, padded_size = rows * columns, padded_count(rows * columns)
@@ -45,8 +51,11 @@ class ScratchViews:
         self.bits = workspace.bits
         self.updates = workspace.buffer("updates", matrices, torch.float32)
         self.gradient = workspace.buffer("gradient", matrices, torch.float32)
+        # The signs of the gradient in fp32, and later the new rates.
         self.exact_signs = workspace.buffer("rates", matrices, torch.float32)
         self.rates = workspace.buffer("rates", flat, torch.float32)
+        # The signs of the update as int8, and later the moves (1, 0, -1). The planes view the same bytes: plane k holds
+        # elements k·n/8 … (k+1)·n/8 - 1.
         self.moves = workspace.buffer("moves", flat, torch.int8)
         self.signs_in, self.padding = self.moves[:, :count].view(matrices), self.moves[:, count:]
         self.planes = self.moves.view(torch.uint8).view(batch_size, 8, padded_size // 8)
@@ -54,6 +63,7 @@ class ScratchViews:
         self.nonzero = workspace.buffer("some", (batch_size, 8, padded_size // 8), torch.uint8)
         self.octets = workspace.buffer("octets", (batch_size, 8, padded_size // 8), torch.uint8)
         self.octets_signed = self.octets.view(torch.int8)
+        # Folding ORs all planes into plane 0, which then holds 8 elements per byte (octet), or 4 (quad).
         self.octet, self.octet_folds = self.octets[:, 0], _fold_pairs(self.octets)
         self.quads = workspace.buffer("octets", (batch_size, 4, padded_size // 4), torch.uint8)
         self.quad, self.quad_folds = self.quads[:, 0], _fold_pairs(self.quads)
@@ -63,7 +73,7 @@ class ScratchViews:
 
 
 class DeviceWorkspace:
-    """One device's intermediate results."""
+    """The buffers of one device."""
 
     def __init__(self, device: torch.device) -> None:
         def constant(dtype: torch.dtype, *numbers: int) -> torch.Tensor:
@@ -88,7 +98,7 @@ class DeviceWorkspace:
         return self._scratch[key]
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The memory of that name. Where it must grow, older views of it keep what they had."""
+        """A view of the named buffer. If the buffer must grow, a new one replaces it; older views keep their memory."""
         nbytes = math.prod(shape) * dtype.itemsize
         memory = self._buffers.get(name)
         if memory is None or memory.numel() < nbytes:
@@ -96,13 +106,13 @@ class DeviceWorkspace:
         return memory[:nbytes].view(dtype).view(shape)
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Release all memory."""
         self._buffers.clear()
         self._scratch.clear()
 
 
 def fold_planes(planes: PlanePairs) -> None:
-    """The bits of all planes into the first."""
+    """OR all planes into plane 0, by halves: log₂(planes) operations."""
     for upper, lower in planes:
         upper.bitwise_or_(lower)
 

@@ -1,6 +1,6 @@
-"""What a run's datasets hold, as far as it is known before anything is staged: how many samples, of which shapes. Pure.
+"""The sizes of a run's datasets before staging: how many samples of which shapes, and the schedule that follows. Pure.
 
-A number that nobody knows is None, and `known` says where the others come from, or what to say to have them.
+An unknown number is None; `explanation` says where the numbers come from, or how to provide them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class BucketCount:
 
 @dataclass(frozen=True, slots=True)
 class CaptionTotals:
-    """What of a dataset's captions is encoded and cached."""
+    """The captions of a dataset that are encoded and cached."""
 
     count: int
-    """At most so many different ones: equal captions are encoded once."""
+    """Upper limit of the number of different captions; equal captions are encoded once."""
     total_bytes: int | None
-    """Of all of them, as UTF-8; None: nobody looked."""
+    """UTF-8 bytes of all captions; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +43,24 @@ class DatasetSize:
 
     id: str
     in_memory: bool
-    """Staged into memory; otherwise on a disk."""
+    """True: staged into memory; False: on disk."""
     held_out: bool
     bucket_counts: tuple[BucketCount, ...]
-    """Buckets with their samples. Where the number of samples is not known, the largest bucket with none."""
+    """Buckets with their samples. If the number of samples is unknown: the largest bucket, with 0 samples."""
     samples: int | None
-    """In all buckets together; a sample that is used at several resolutions counts at each."""
+    """Samples in all buckets; a sample that is used at several resolutions counts once for each."""
     stored_bytes: int | None
-    """What staging will take, if files are stored as they are."""
+    """Bytes that staging takes if files are stored uncompressed."""
     captions: CaptionTotals | None
     explanation: str
-    """Where the numbers come from, or why there are none and what to do about it."""
+    """Where the numbers come from, or why there are none and how to provide them."""
     draws_per_epoch: Fraction = ONE_DRAW
-    """How often each sample is drawn in an epoch."""
+    """How often each sample is drawn per epoch."""
     cached_media_variants: int = 1
-    """Encoded variations of each sample that are cached at once; 0: none is cached."""
+    """Encoded variations of each sample that are in the cache at once; 0: samples are not cached."""
     cached_text_variants: int = 1
     encoded_while_training: tuple[str, ...] = ()
-    """`media`, `text`: what is encoded while training goes on, so that its encoder stays on the GPU."""
+    """`media`, `text`: what is encoded during training, so that its encoder stays on the GPU."""
 
     @property
     def cache_entries(self) -> int | None:
@@ -73,7 +73,7 @@ def training_datasets(datasets: Sequence[DatasetSize]) -> tuple[DatasetSize, ...
 
 
 def bucket_draw_shares(datasets: Sequence[DatasetSize]) -> dict[Bucket, float | None]:
-    """Every bucket that is trained on, and its share of the draws; None where that is not known."""
+    """Every bucket that is trained on, and its share of the draws; None: unknown."""
     draws: dict[Bucket, float] = {}
     for dataset in training_datasets(datasets):
         for bucket_count in dataset.bucket_counts:
@@ -90,8 +90,8 @@ def bucket_draw_shares(datasets: Sequence[DatasetSize]) -> dict[Bucket, float | 
 def forecast_schedule(
     config: RunConfig, datasets: Sequence[DatasetSize], world_size: int = 1
 ) -> TrainingSchedule | None:
-    """The run's windows, as training will cut them; None: how long it is follows from how many samples there are, and
-    that is not known."""
+    """The schedule of windows that training will use; None: the length of the run depends on the number of samples, which
+    is unknown."""
     train = config.train
     sizes_known = all(holding.samples for holding in training_datasets(datasets))
     if not sizes_known:
@@ -103,7 +103,7 @@ def forecast_schedule(
 
 
 def _sample_order(config: RunConfig, datasets: Sequence[DatasetSize]) -> SampleOrder:
-    """The order itself, over numbers instead of samples: its epochs are as long as those of the run."""
+    """The run's sample order over placeholder samples: its epochs have the lengths of the run's epochs."""
     groups = [
         BucketGroup(
             number, holding.id, filled.bucket, np.arange(filled.samples, dtype=np.uint32), holding.draws_per_epoch

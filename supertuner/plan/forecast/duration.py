@@ -1,7 +1,6 @@
-"""How long a run takes, from what its parts take: windows that grow, encoding once, samples now and then. Pure.
+"""The length of a run from the times of its parts: windows of growing size, validations, mean steps. Pure arithmetic.
 
-Everything here multiplies and adds. What a step takes on a machine is the plan's matter; how fast disks are, how long
-decoding takes and what a machine needs to start is nobody's, and is not in it.
+The time of a step on a machine comes from `timing.py`. Disks, decoding and the start of a machine are not modelled.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from supertuner.config.settings.validation import ValidationSettings
 from supertuner.optim.schedule import TrainingSchedule, accumulation_steps
 
 MAX_PROMPTS_FROM_CAPTIONS = 4
-"""Where no prompt is given, at most so many captions are sampled; `plan/sample_requests.py` takes them."""
+"""Without `validation.prompts`, at most this many captions are sampled (`plan/sample_requests.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What a window of an expert takes: so much for each micro-batch, and so much once."""
+    """Time of a window of an expert: for each micro-batch, and once for the update."""
 
     micro_batch_s: float
     update_s: float
@@ -31,12 +30,12 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class WindowGroup:
-    """Windows of one size in a run."""
+    """The windows of one size in a run."""
 
     samples: int
     count: int
     micro_batches: int
-    """For each process, if all samples of a window are of one shape; more where they are not."""
+    """Micro-batches per process if all samples of a window have one shape; more otherwise."""
 
 
 def group_windows(schedule: TrainingSchedule, batch_size: int, world_size: int = 1) -> tuple[WindowGroup, ...]:
@@ -64,7 +63,7 @@ def group_windows(schedule: TrainingSchedule, batch_size: int, world_size: int =
 
 
 def largest_window_micro_batches(config: RunConfig, schedule: TrainingSchedule | None, world_size: int = 1) -> int:
-    """Micro-batches of the largest window that the run comes to."""
+    """Micro-batches of the largest window of the run."""
     batch = config.train.batch_size
     if schedule is None:
         return config.train.gradient_accumulation_steps
@@ -72,7 +71,7 @@ def largest_window_micro_batches(config: RunConfig, schedule: TrainingSchedule |
 
 
 def training_seconds(window_groups: Sequence[WindowGroup], expert_times: Sequence[StepTime]) -> float:
-    """All windows; experts take turns, so each has its share of every size."""
+    """The time of all windows. Experts alternate, so each trains its share of every window size."""
     mean_window_s = [
         sum(time.window_s(part.micro_batches) for time in expert_times) / len(expert_times) for part in window_groups
     ]
@@ -80,18 +79,18 @@ def training_seconds(window_groups: Sequence[WindowGroup], expert_times: Sequenc
 
 
 def mean_step_time(times: Sequence[StepTime], shares: Sequence[float]) -> StepTime:
-    """Of batches of several shapes, drawn so often."""
+    """The mean over batches of several shapes, weighted by their shares of the draws."""
     total_share = sum(shares)
     micro = sum(time.micro_batch_s * share for time, share in zip(times, shares, strict=True)) / total_share
     return StepTime(micro, max(time.update_s for time in times))
 
 
 def interpolate_by_tokens(seconds_by_tokens: Mapping[int, float], tokens: int) -> float:
-    """What a micro-batch of so many tokens takes, from what others take.
+    """The time of a micro-batch with this many tokens, interpolated from known ones.
 
-    Work is a polynomial of second degree in the number of tokens: linear layers are of the first, attention is of the
-    second. Through three sizes it is exact, through two and zero it is close, and of one it is taken to be in
-    proportion. Sizes beyond the known ones are continued.
+    Work is a polynomial of degree 2 in the number of tokens: linear layers contribute degree 1, attention degree 2. The
+    Lagrange polynomial through the three nearest sizes is exact; with two sizes, 0 tokens in 0 seconds is the third; with
+    one size the time is proportional. Sizes outside the known range are extrapolated.
     """
     points = sorted(seconds_by_tokens.items())
     if tokens in seconds_by_tokens:
@@ -106,7 +105,7 @@ def interpolate_by_tokens(seconds_by_tokens: Mapping[int, float], tokens: int) -
 
 
 def validation_count(settings: ValidationSettings, total_steps: int) -> int:
-    """How often samples are made."""
+    """Number of validations in a run of this many steps. The last step's counts once, not again as `at_end`."""
     every = settings.every_steps
     during_training = 0 if every is None else total_steps // every
     ends_with_one = every is not None and total_steps % every == 0 and total_steps > 0
@@ -114,5 +113,5 @@ def validation_count(settings: ValidationSettings, total_steps: int) -> int:
 
 
 def samples_per_validation(settings: ValidationSettings) -> int:
-    """Samples of one validation; at most, where prompts are taken from captions."""
+    """Samples of one validation; an upper limit if the prompts are taken from captions."""
     return (len(settings.prompts) or MAX_PROMPTS_FROM_CAPTIONS) * len(settings.seeds)

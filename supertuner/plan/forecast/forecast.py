@@ -1,80 +1,137 @@
-"""A configuration becomes a forecast: what is known of the run, its phases, its time, and what would be better."""
+"""From a configuration and a machine to a forecast or to plans: one call each. Nothing is loaded, staged or started.
+
+`estimate_run` returns memory, storage, time and suggestions; `plan_run` returns only the plans. Both trace the run's
+steps on fake tensors; the traces are cached below `run.output_dir`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from supertuner.config.settings.run_config import RunConfig
+from supertuner.core.events import NullSink, Progress, Sink
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.plan.forecast import duration
-from supertuner.plan.forecast.dataset_sizes import DatasetSize
 from supertuner.plan.forecast.phase_memory import forecast_phases, validation_bucket
 from supertuner.plan.forecast.results import MachineCapacity, PhaseForecast, RunForecast, RunTiming, SuggestedChange
-from supertuner.plan.forecast.run_model import ExpertForecast, RunModel, TraceProvider
+from supertuner.plan.forecast.run_model import ExpertForecast, RunModel
 from supertuner.plan.forecast.storage import total_storage
 from supertuner.plan.forecast.suggestion_baseline import SuggestionBaseline
 from supertuner.plan.forecast.suggestions import suggest_changes
+from supertuner.plan.forecast.survey import survey_datasets
+from supertuner.plan.forecast.timeline import MemoryTimeline, build_timeline
 from supertuner.plan.forecast.timing import RepeatedWork, RunWork, forecast_timing
+from supertuner.plan.forecast.trace_provider import CachedTraceProvider
+from supertuner.plan.placement.plan import MemoryPlan
 from supertuner.plan.placement.planner import RunPlanner
+from supertuner.plan.placement.throughput import MachineRates
 
 ASSUMED_COMPUTE_SHARE = 0.4
-"""Of the published peaks, for a second column of times: 400 of a GH200's 990 TFLOPS. An assumption, not a measurement;
-`--compute-share` says another."""
+"""Share of the published peak rates for a second column of times: 400 of a GH200's 990 TFLOPS. An assumption, not a
+measurement; `--compute-share` sets another."""
 LAUNCH_S = 5e-6
-"""About what it takes to start an operator on a GPU; only to say so where it decides."""
+"""Approximate time to launch an operator on a GPU; used only to note where launches dominate."""
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateOptions:
+    """What an estimate assumes and includes."""
+
+    samples: int | None = None
+    """Samples of each dataset that is not on this machine; None: unknown."""
+    compute_share: float | None = None
+    """Share of the peak rates for the second column of times; None: `ASSUMED_COMPUTE_SHARE`."""
+    advise: bool = True
+    """Also evaluate single changes of the settings."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RunEstimate:
-    """A forecast, and what pictures of it are drawn from."""
+    """A forecast, and the traced steps that it was derived from."""
 
     forecast: RunForecast
     experts: tuple[ExpertForecast, ...]
     bucket: Bucket
-    """The shape that needs the most."""
+    """The shape that needs the most memory."""
     planner: RunPlanner | None
-    """What a run is given to follow its plans; None: it follows none."""
+    """The source of the trainer's plans; None: the run follows none."""
 
     def fullest_expert(self) -> ExpertForecast:
         return max(self.experts, key=lambda one: one.trace.peak()[0])
 
     def idle_bytes(self, trained_expert: ExpertForecast) -> int:
-        """Of the experts that wait while this one is trained."""
+        """Bytes of the other experts while this one is trained."""
         return sum(one.resident_bytes for one in self.experts if one is not trained_expert)
 
+    def memory_timeline(self) -> MemoryTimeline:
+        """The memory of the fullest expert's step over time, with everything on the GPU."""
+        expert_forecast = self.fullest_expert()
+        rates = MachineRates.from_machine(self.forecast.capacity.machine)
+        seconds_of = None if rates.unknown_rates else rates.seconds
+        return build_timeline(expert_forecast.trace, seconds_of, self.idle_bytes(expert_forecast))
 
-def forecast_run(
+
+def estimate_run(
     config: RunConfig,
     capacity: MachineCapacity,
-    traces: TraceProvider,
-    datasets: Sequence[DatasetSize],
-    *,
-    compute_share: float | None = None,
-    advise: bool = True,
+    options: EstimateOptions | None = None,
+    sink: Sink | None = None,
+    progress: Progress | None = None,
 ) -> RunEstimate:
-    """Everything about a run on a machine. `advise`: also what single changes would do."""
-    run = RunModel(config, capacity, traces, tuple(datasets))
-    run_timing, why = _forecast_timing(run, compute_share)
-    phases_at_peak = forecast_phases(run)
+    """The forecast of a run on a machine (`target_machine.find_machine_capacity`).
+
+    Raises ModelError if the model is unknown before it is downloaded, or cannot process a bucket.
+    """
+    options = options or EstimateOptions()
+    return forecast_run(_build_run_model(config, capacity, options.samples, sink, progress), options)
+
+
+def plan_run(
+    config: RunConfig,
+    capacity: MachineCapacity,
+    samples: int | None = None,
+    sink: Sink | None = None,
+    progress: Progress | None = None,
+) -> Mapping[str, MemoryPlan]:
+    """The plan of each training phase (`train <expert>`) on a machine, with `plan.*` settings applied.
+
+    Empty if the size of GPU memory is unknown. `samples` and errors as in `estimate_run`.
+    """
+    return _build_run_model(config, capacity, samples, sink, progress).plans
+
+
+def _build_run_model(
+    config: RunConfig, capacity: MachineCapacity, samples: int | None, sink: Sink | None, progress: Progress | None
+) -> RunModel:
+    silent = NullSink()
+    traces = CachedTraceProvider(config, capacity, sink or silent, progress or silent)
+    return RunModel(config, capacity, traces, survey_datasets(config, samples))
+
+
+def forecast_run(run: RunModel, options: EstimateOptions) -> RunEstimate:
+    """Memory, storage, time and suggestions of a traced run. `options.samples` is not read: `run` has the datasets."""
+    config = run.config
+    timing, why_no_timing = _forecast_timing(run, options.compute_share)
+    phases = forecast_phases(run)
     forecast = RunForecast(
-        model=traces.model.title,
+        model=run.traces.model.title,
         settings=settings_text(config, run.largest_bucket, run.micro_batches),
         capacity=run.capacity,
-        phases=phases_at_peak,
+        phases=phases,
         stored=run.storage,
-        timing=run_timing,
-        why_no_timing=why,
-        changes=_suggest_changes(run, phases_at_peak) if advise else (),
+        timing=timing,
+        why_no_timing=why_no_timing,
+        changes=_suggest_changes(run, phases) if options.advise else (),
         plans=run.plans,
         notes=tuple(_notes(run)),
     )
-    return RunEstimate(forecast, run.experts, run.largest_bucket, run.build_planner())
+    return RunEstimate(forecast, run.experts, run.largest_bucket, run.planner)
 
 
 def settings_text(config: RunConfig, bucket: Bucket, micro_batches: int) -> str:
-    """What is trained and how, in a line."""
+    """What is trained and how, in one line."""
     adapter, train = config.adapter, config.train
     what = "all weights" if adapter.type == "full" else f"{adapter.type} of rank {adapter.rank} on {adapter.targets}"
     parts = [
@@ -93,6 +150,7 @@ def settings_text(config: RunConfig, bucket: Bucket, micro_batches: int) -> str:
 
 
 def _forecast_timing(run: RunModel, compute_share: float | None) -> tuple[RunTiming | None, str]:
+    """The times, or None and the reason why there are none."""
     if not run.has_known_rates:
         missing = ", ".join(run.rates.unknown_rates)
         return None, f"{missing} of {run.capacity.title} is not known, so no time is modelled"
@@ -112,7 +170,7 @@ def _forecast_timing(run: RunModel, compute_share: float | None) -> tuple[RunTim
 
 
 def _token_shares(run: RunModel) -> dict[int, float]:
-    """Where shares are not known, everything is taken to be as large as the largest."""
+    """Tokens of a sample → share of the draws. If the shares are unknown, all samples count as the largest."""
     shares: dict[int, float] = {}
     for bucket, share in run.buckets.items():
         if share is None:
@@ -123,13 +181,13 @@ def _token_shares(run: RunModel) -> dict[int, float]:
 
 
 def _encoding_work(run: RunModel) -> tuple[RepeatedWork, ...] | None:
-    """Every sample in every variation, in proportion to its volume; every caption."""
+    """Encoding every variation of every sample, in proportion to its volume, and every caption; None: unknown counts."""
     volume, captions = 0.0, 0
     for dataset in run.datasets:
         if dataset.samples is None or dataset.captions is None:
             return None
         volume += dataset.cached_media_variants * sum(
-            filled.samples * prod(filled.bucket.shape) for filled in dataset.bucket_counts
+            one.samples * prod(one.bucket.shape) for one in dataset.bucket_counts
         )
         captions += dataset.cached_text_variants * dataset.captions.count
     media, text = run.traces.media_trace(run.largest_bucket), run.traces.text_trace()
@@ -149,23 +207,22 @@ def _sampling_work(run: RunModel) -> tuple[RepeatedWork, ...] | None:
     return (RepeatedWork((work,), count),)
 
 
-# ── advice ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── suggestions ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _suggest_changes(run: RunModel, phase_forecasts: Sequence[PhaseForecast]) -> tuple[SuggestedChange, ...]:
-    """About the expert whose training needs the most."""
+def _suggest_changes(run: RunModel, phases: Sequence[PhaseForecast]) -> tuple[SuggestedChange, ...]:
+    """Changes for the expert whose training needs the most memory."""
     fullest_expert = max(run.experts, key=lambda one: one.trace.peak()[0])
-    training_phase = next(phase for phase in phase_forecasts if phase.name == fullest_expert.phase)
+    training_phase = next(phase for phase in phases if phase.name == fullest_expert.phase)
     baseline = SuggestionBaseline(
         config=run.config,
+        experts=tuple(one.expert.name for one in run.experts),
         capacity=run.capacity,
         rates=run.rates if run.has_known_rates else None,
         table=fullest_expert.steps.table,
         choice=fullest_expert.steps.choice,
         peak_bytes=training_phase.all_on_gpu_bytes,
-        other_phases_bytes=max(
-            (one.gpu_bytes for one in phase_forecasts if not one.name.startswith("train ")), default=0
-        ),
+        other_phases_bytes=max((one.gpu_bytes for one in phases if not one.name.startswith("train ")), default=0),
         host_bytes=total_storage(run.storage, "memory")[0],
         plan=run.plans.get(fullest_expert.phase),
         follows_plans=run.follows_plans,
@@ -177,15 +234,15 @@ def _suggest_changes(run: RunModel, phase_forecasts: Sequence[PhaseForecast]) ->
 def _notes(run: RunModel) -> list[str]:
     notes = []
     if run.config.parallel.strategy == "fsdp":
-        notes.append('all of it is of one process that has all weights; parallel.strategy "fsdp" is not forecast')
+        notes.append('all figures are for one process that holds all weights; parallel.strategy "fsdp" is not forecast')
     return notes + _small_step_notes(run)
 
 
 def _small_step_notes(run: RunModel) -> list[str]:
     if not run.has_known_rates:
         return []
-    works = [stretch.work for stretch in run.experts[0].trace.spans]
-    launched = LAUNCH_S * sum(work.operators for work in works)
-    if sum(map(run.rates.seconds, works)) >= launched:
+    works = [span.work for span in run.experts[0].trace.spans]
+    launch_s = LAUNCH_S * sum(work.operators for work in works)
+    if sum(map(run.rates.seconds, works)) >= launch_s:
         return []
-    return ["a step this small is mostly launching operators, which is not in its time"]
+    return ["a step this small mostly launches operators; the modelled time does not include the launches"]

@@ -1,4 +1,4 @@
-"""The memory of each phase of a known run, by class, at its fullest moment: encoding, training, samples."""
+"""The peak memory of each phase of a run, by class of tensor: encoding, training of each expert, sampling."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from supertuner.data.ordering.buckets import Bucket
 from supertuner.plan import sample_requests as sample_plan
 from supertuner.plan.forecast.results import PhaseForecast
 from supertuner.plan.forecast.run_model import ExpertForecast, RunModel
-from supertuner.plan.placement.timeline import IDLE_EXPERTS
+from supertuner.plan.forecast.timeline import IDLE_EXPERTS
 from supertuner.plan.trace.caching_allocator import simulate_allocator
 from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
 
 ENCODERS = "encoders"
-WAITING_EXPERT = "the expert that waits"
+WAITING_EXPERT = "the idle expert"
 
 
 def forecast_phases(run: RunModel) -> tuple[PhaseForecast, ...]:
-    """In the order of the run. Encoders come one after the other, before any denoiser is loaded."""
+    """The phases in the order of the run. Encoders run one after the other, before a denoiser is loaded."""
     forecasts = [
         _phase_at_peak(run, run.traces.text_trace()),
         _phase_at_peak(run, run.traces.media_trace(run.largest_bucket), certain=False),
@@ -35,7 +35,7 @@ def makes_samples(run: RunModel) -> bool:
 
 
 def validation_bucket(run: RunModel) -> Bucket:
-    """As validation says, and where it does not, that of the bucket with the most pixels."""
+    """The size of validation samples: `validation.width`, `height` and `frames`, or that of the largest bucket."""
     settings = run.config.validation
     size = sample_plan.largest_sample_size(run.buckets)
     width, height = settings.width or size.width, settings.height or size.height
@@ -58,20 +58,20 @@ def _training_phase(run: RunModel, expert_forecast: ExpertForecast) -> PhaseFore
 
 
 def _sampling_phase(run: RunModel) -> PhaseForecast:
-    """At a validation everything is on the GPU at once, but for an expert that waits in host memory by the plan."""
+    """At a validation everything is on the GPU at once, except an expert that the plan keeps in host memory."""
     phase = _phase_at_peak(run, run.traces.sampling_trace(validation_bucket(run)).trace, certain=False)
     plans = [one.steps.plan for one in run.experts if one.steps.plan is not None]
     if not any(plan.idle_at_home for plan in plans):
         return phase
-    waiting_bytes = min(one.steps.table.idle_bytes for one in run.experts)
+    idle_bytes = min(one.steps.table.idle_bytes for one in run.experts)
     return replace(
-        _add_bytes(phase, TensorKind.FROZEN.label, -min(waiting_bytes, phase.gpu[TensorKind.FROZEN.label])),
-        host={WAITING_EXPERT: waiting_bytes},
+        _add_bytes(phase, TensorKind.FROZEN.label, -min(idle_bytes, phase.gpu[TensorKind.FROZEN.label])),
+        host={WAITING_EXPERT: idle_bytes},
     )
 
 
 def _add_bytes(phase: PhaseForecast, class_name: str, nbytes: int) -> PhaseForecast:
-    """The phase with so much more of a class."""
+    """The phase with `nbytes` more of a class."""
     if not nbytes:
         return phase
     reserved_bytes = None if phase.reserved_bytes is None else phase.reserved_bytes + nbytes
@@ -81,7 +81,10 @@ def _add_bytes(phase: PhaseForecast, class_name: str, nbytes: int) -> PhaseForec
 
 
 def _phase_at_peak(run: RunModel, trace: ExecutionTrace, *, idle_bytes: int = 0, certain: bool = True) -> PhaseForecast:
-    """At its fullest moment; and what the allocator has of the GPU by then, giving back what it can if it must."""
+    """The phase at its peak, and what the caching allocator reserves for it within the GPU's memory.
+
+    If that does not fit, the reservation without a limit is reported.
+    """
     live_bytes = trace.live_bytes_by_kind(trace.peak()[1])
     gpu = {kind.label: nbytes for kind, nbytes in live_bytes.items() if nbytes} | (
         {IDLE_EXPERTS: idle_bytes} if idle_bytes else {}
@@ -97,7 +100,7 @@ def _phase_at_peak(run: RunModel, trace: ExecutionTrace, *, idle_bytes: int = 0,
         elif allocator_peaks.retries:
             notes = (
                 *notes,
-                f"{trace.phase}: the allocator gives memory back {allocator_peaks.retries} times to find room",
+                f"{trace.phase}: the allocator releases cached memory {allocator_peaks.retries} times to fit",
             )
         reserved_bytes = allocator_peaks.reserved_bytes + idle_bytes
     return PhaseForecast(trace.phase, gpu, reserved_bytes, notes=notes, certain=certain)

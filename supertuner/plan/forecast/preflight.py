@@ -1,6 +1,7 @@
-"""What a run says of itself before anything is loaded: one line whether it fits, and a refusal where it cannot.
+"""The check before a run loads anything: one line that says whether the run fits, and a refusal if it does not.
 
-On a CPU a model that is small beside its memory is not traced: that would take longer than it is worth, and says so.
+On a CPU, a model that is small compared with host memory is not traced: tracing would take longer than the check is
+worth. The check then says so.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from supertuner.core.events import NoteEvent, Progress, Sink, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.core.types import bytes_text
 from supertuner.memory.machines import MACHINES
-from supertuner.plan.forecast.report import change_text, verdict_text
-from supertuner.plan.forecast.results import FitStatus, MachineCapacity, RunForecast
+from supertuner.plan.forecast.report import change_text
+from supertuner.plan.forecast.results import FitStatus, MachineCapacity, RunForecast, verdict_text
 from supertuner.plan.forecast.survey import survey_datasets
 from supertuner.plan.forecast.target_machine import THIS_MACHINE, find_machine_capacity
 
@@ -26,11 +27,9 @@ if TYPE_CHECKING:
     from supertuner.plan.forecast.forecast import RunEstimate
 
 SMALL_SHARE = 0.01
-"""Of a CPU's memory: weights below it are not what fills it."""
+"""Share of host memory: a model with fewer weights does not fill a CPU's memory."""
 EVENT_TOPIC = "forecast"
-SHARDED_NOT_FORECAST = (
-    'what a process needs of weights that are shared out (parallel.strategy "fsdp") is not worked out'
-)
+SHARDED_NOT_FORECAST = 'the memory of a process that holds a shard (parallel.strategy "fsdp") is not modelled'
 
 
 def preflight_check(
@@ -43,8 +42,12 @@ def preflight_check(
     force: bool = False,
     sharded: bool = False,
 ) -> RunEstimate | None:
-    """Say whether the run fits; TrainError if it cannot, unless told otherwise. None: there was nothing to work out, or
-    it cannot be: weights that are `shared_out` over processes are not forecast."""
+    """Report whether the run fits on `device`. Raises TrainError if it does not, unless `force` or
+    `forecast.refuse: false`.
+
+    Returns None if no forecast was made: it is switched off, not needed, or not possible (`sharded` weights, a model
+    that is unknown before it is downloaded).
+    """
     if config.forecast.before_training == "never":
         return None
     if sharded:
@@ -54,37 +57,39 @@ def preflight_check(
     if config.forecast.before_training == "auto" and (reason := _why_not_needed(config, capacity)):
         sink.emit(NoteEvent(EVENT_TOPIC, reason))
         return None
-    from supertuner.plan.forecast.forecast import forecast_run
+    from supertuner.plan.forecast.forecast import EstimateOptions, forecast_run
+    from supertuner.plan.forecast.run_model import RunModel
     from supertuner.plan.forecast.trace_provider import CachedTraceProvider
 
     try:
         traces = CachedTraceProvider(config, capacity, sink, progress)
-    except ModelError as error:  # a model that nobody knows before it is downloaded: the run itself will tell more
-        sink.emit(NoteEvent(EVENT_TOPIC, f"no forecast before the model is here: {error}"))
+    except ModelError as error:  # an unpublished model that is not downloaded yet: loading it reports the details
+        sink.emit(NoteEvent(EVENT_TOPIC, f"no forecast until the model is on this machine: {error}"))
         return None
-    estimate = forecast_run(config, capacity, traces, survey_datasets(config), advise=True)
+    run = RunModel(config, capacity, traces, survey_datasets(config))
+    estimate = forecast_run(run, EstimateOptions())
     forecast = estimate.forecast
-    refuses = config.forecast.refuse and not force
     if forecast.verdict.fit is not FitStatus.DOES_NOT_FIT:
         sink.emit(NoteEvent(EVENT_TOPIC, verdict_text(forecast)))
-    elif refuses:
+    elif config.forecast.refuse and not force:
         raise TrainError(refusal_text(forecast))
     else:
-        sink.emit(WarningEvent(EVENT_TOPIC, f"{verdict_text(forecast)}; it begins all the same, as it was told to"))
+        switch = "--force" if force else "forecast.refuse: false"
+        sink.emit(WarningEvent(EVENT_TOPIC, f"{verdict_text(forecast)}; it starts anyway because of {switch}"))
     return estimate
 
 
 def refusal_text(forecast: RunForecast) -> str:
-    """What is missing, what would help, and how to begin all the same."""
+    """What is missing, which single changes would make the run fit, and how to start it anyway."""
     lines = [verdict_text(forecast), *(f"  {change_text(change)}" for change in forecast.changes if change.fits)]
     if len(lines) > 1:
-        lines.insert(1, "any one of these would make it fit:")
-    end = "`supertuner estimate` has all of it; to begin all the same: --anyway, or forecast.refuse: false"
+        lines.insert(1, "any one of these changes would make it fit:")
+    end = "`supertuner estimate` prints the whole forecast; to start anyway: --force, or forecast.refuse: false"
     return "\n".join([*lines, end])
 
 
 def _device_capacity(device: torch.device, host: HostFacts) -> MachineCapacity:
-    """Of the device that the run computes on."""
+    """The memory that is free on the device that the run computes on."""
     if device.type == "cuda":
         return find_machine_capacity(THIS_MACHINE, host, device.index or 0)
     available = host.memory_available()
@@ -94,18 +99,18 @@ def _device_capacity(device: torch.device, host: HostFacts) -> MachineCapacity:
 
 
 def _why_not_needed(config: RunConfig, capacity: MachineCapacity) -> str | None:
-    """Why no step is traced; None: one is."""
+    """Why no step is traced; None: a step is traced."""
     if not capacity.on_cpu or capacity.host_bytes is None:
         return None
     weights = _weight_bytes(config)
     if weights is None or weights > SMALL_SHARE * capacity.host_bytes:
         return None
     size = f" ({bytes_text(weights)})" if weights else ""
-    return f"no forecast: the model{size} is small beside {bytes_text(capacity.host_bytes)} of host memory"
+    return f"no forecast: the model{size} is small compared with {bytes_text(capacity.host_bytes)} of host memory"
 
 
 def _weight_bytes(config: RunConfig) -> int | None:
-    """Of the model's files on this machine; None: they are not here."""
+    """Bytes of the model's files on this machine; None: they are not here."""
     path = config.model.path
     if path is None or path == "tiny":
         return 0

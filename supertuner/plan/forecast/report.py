@@ -1,26 +1,24 @@
-"""A forecast in words: one line that says whether a run fits, and the page that `supertuner estimate` prints. Pure.
+"""A forecast as text: the page that `supertuner estimate` prints. Pure.
 
 Every page says that its figures are modelled. Lines are plain text in columns, for terminals, pipes and run folders.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Collection, Sequence
 
-from supertuner.core.types import GIB, JSON, MIB, bytes_text
+from supertuner.core.types import GIB, MIB, bytes_text
 from supertuner.plan.forecast.results import (
     FitStatus,
-    FitVerdict,
     RunForecast,
     RunTiming,
     SuggestedChange,
     capacity_text,
+    run_duration_text,
+    step_duration_text,
+    verdict_text,
 )
 from supertuner.plan.forecast.storage import total_storage
-from supertuner.sinks.phase_counters import duration_text
 
 TENSOR_CLASSES = (
     "frozen weights",
@@ -45,35 +43,6 @@ _SHORT_NAMES = {
 }
 
 
-def verdict_text(forecast: RunForecast) -> str:
-    """The one line: does it fit, by how much, how long does it take."""
-    judged = forecast.verdict
-    planned = any(phase.name == judged.phase and phase.plan_estimate is not None for phase in forecast.phases)
-    return "; ".join([_fit_text(judged, forecast.capacity.title, planned), *_time_text(forecast)])
-
-
-def _fit_text(fit_verdict: FitVerdict, machine: str, planned: bool) -> str:
-    need, have = bytes_text(fit_verdict.need_bytes), fit_verdict.have_bytes
-    need_text = f"{fit_verdict.phase} {'takes by its plan' if planned else 'needs'} {need}"
-    if have is None or fit_verdict.spare_bytes is None:
-        return f"modelled: {need_text} of {fit_verdict.where}, and how much {machine} has is not known"
-    have_text = f"of {bytes_text(have)} {fit_verdict.where}"
-    if fit_verdict.fit is FitStatus.DOES_NOT_FIT:
-        return f"modelled: does not fit {machine}: {need_text} {have_text}, {bytes_text(-fit_verdict.spare_bytes)} too much"
-    spare_text = f"{bytes_text(fit_verdict.spare_bytes)} to spare"
-    if fit_verdict.fit is FitStatus.TIGHT:
-        return f"modelled: fits {machine} tightly: {need_text} {have_text}, {spare_text}, and the driver's own share comes on top"
-    return f"modelled: fits {machine}: {need_text} {have_text}, {spare_text}"
-
-
-def _time_text(forecast: RunForecast) -> Iterator[str]:
-    if forecast.timing is None or forecast.verdict.fit is FitStatus.DOES_NOT_FIT:
-        return
-    at_peak_rates = forecast.timing.paces[0]
-    total = "" if at_peak_rates.total_s is None else f", the run at least {run_duration_text(at_peak_rates.total_s)}"
-    yield f"a step takes at least {step_duration_text(at_peak_rates.step_s)}{total}"
-
-
 def change_text(change: SuggestedChange) -> str:
     """`train.gradient_checkpointing=true (41.2 GiB, ×1.33 time: each block's forward pass twice)`."""
     about = "" if change.exact else "about "
@@ -83,7 +52,7 @@ def change_text(change: SuggestedChange) -> str:
 
 
 def report_lines(forecast: RunForecast) -> list[str]:
-    """Everything, for people."""
+    """The whole page."""
     lines = [
         f"{forecast.model}: {forecast.settings}",
         f"{capacity_text(forecast.capacity)} ({forecast.capacity.source})",
@@ -102,7 +71,9 @@ def report_lines(forecast: RunForecast) -> list[str]:
         lines += ["", *_plan_lines(forecast)]
     if forecast.changes:
         heading = (
-            "what would make it fit" if forecast.verdict.fit is FitStatus.DOES_NOT_FIT else "what would make it faster"
+            "changes that would make it fit"
+            if forecast.verdict.fit is FitStatus.DOES_NOT_FIT
+            else "changes that would make it faster"
         )
         lines += ["", *_change_table(forecast.changes, heading)]
     notes = dict.fromkeys([*forecast.notes, *(note for phase in forecast.phases for note in phase.notes)])
@@ -111,7 +82,7 @@ def report_lines(forecast: RunForecast) -> list[str]:
 
 
 def _phase_table(forecast: RunForecast) -> list[str]:
-    """A table: phases down, classes across; in GiB, or in MiB where all is small."""
+    """One row per phase, one column per class of tensor; in GiB, or in MiB if everything is below 1 GiB."""
     shown_classes = [name for name in TENSOR_CLASSES if any(phase.gpu.get(name) for phase in forecast.phases)]
     shown_classes += sorted({name for phase in forecast.phases for name in phase.gpu if name not in TENSOR_CLASSES})
     largest_bytes = max((phase.gpu_bytes for phase in forecast.phases), default=0)
@@ -135,12 +106,12 @@ def _phase_table(forecast: RunForecast) -> list[str]:
     certain = all(phase.certain for phase in forecast.phases)
     return [
         *align_columns(rows),
-        *([] if certain else ["  * convolutions: what cuDNN takes for itself is not known here"]),
+        *([] if certain else ["  * convolutions: the workspaces of cuDNN are not known without the GPU"]),
     ]
 
 
 def _storage_table(forecast: RunForecast) -> list[str]:
-    rows = [["beside the GPU", "", "", ""]]
+    rows = [["host memory and disk", "", "", ""]]
     rows += [[part.what, _size_text(part.nbytes), part.where, part.how] for part in forecast.stored]
     extra: dict[str, int] = {}
     for phase in forecast.phases:
@@ -151,16 +122,18 @@ def _storage_table(forecast: RunForecast) -> list[str]:
     for where, more in (("memory", most), ("disk", 0)):
         nbytes, is_complete = total_storage(forecast.stored, "memory" if where == "memory" else "disk")
         prefix = "" if is_complete else "at least "
-        rows.append([f"{where} together", prefix + bytes_text(nbytes + more), where, "at the fullest" if more else ""])
+        rows.append([f"{where} in total", prefix + bytes_text(nbytes + more), where, "at the peak" if more else ""])
     return align_columns(rows, right_aligned={1})
 
 
 def _timing_table(timing: RunTiming | None, why_no_timing: str, does_not_fit: bool) -> list[str]:
-    """Down what takes time, across how much of the machine's published rates kernels reach."""
+    """One row per kind of work, one column per share of the machine's published rates that kernels reach."""
     if timing is None:
         return [f"time: {why_no_timing}"]
     paces = timing.paces
-    rows = [["time, if it fitted" if does_not_fit else "time", *(_share_heading(pace.compute_share) for pace in paces)]]
+    rows = [
+        ["time, if it did fit" if does_not_fit else "time", *(_share_heading(pace.compute_share) for pace in paces)]
+    ]
     plural = "es" if timing.micro_batches != 1 else ""
     step_text = f"a step of {timing.window} samples in {timing.micro_batches} micro-batch{plural}"
     rows.append([step_text, *(step_duration_text(pace.step_s) for pace in paces)])
@@ -172,12 +145,12 @@ def _timing_table(timing: RunTiming | None, why_no_timing: str, does_not_fit: bo
         rows.append([run, *(_duration_cell(pace.training_s) for pace in paces)])
         rows.append(["encoding for the caches", *(_duration_cell(pace.encoding_s) for pace in paces)])
         rows.append(["samples at validations", *(_duration_cell(pace.sampling_s) for pace in paces)])
-        rows.append(["the machine, together", *(_duration_cell(pace.total_s) for pace in paces)])
-    return [*align_columns(rows), *(f"  not in it: {what}" for what in timing.left_out)]
+        rows.append(["the whole run", *(_duration_cell(pace.total_s) for pace in paces)])
+    return [*align_columns(rows), *(f"  not included: {what}" for what in timing.left_out)]
 
 
 def _share_heading(share: float) -> str:
-    return "at the peaks" if share == 1.0 else f"at {share:.0%} of them"
+    return "at peak rates" if share == 1.0 else f"at {share:.0%} of peak"
 
 
 def _duration_cell(seconds: float | None) -> str:
@@ -185,12 +158,12 @@ def _duration_cell(seconds: float | None) -> str:
 
 
 def _plan_lines(forecast: RunForecast) -> list[str]:
-    """Phases with the same plan share its lines."""
+    """The reasons of each plan. Phases with the same plan are listed together."""
     phases_by_plan: dict[tuple[object, ...], list[str]] = {}
     for phase, plan in forecast.plans.items():
         phases_by_plan.setdefault((plan.fits, plan.modelled, plan.reasons), []).append(phase)
     followed = any(phase.plan_estimate is not None for phase in forecast.phases)
-    lines = ["where things live, by the plan that it follows" if followed else "where things would live, by a plan"]
+    lines = ["where things live, by the plan that the run follows" if followed else "where a plan would put things"]
     for (_, _, reasons), phases in phases_by_plan.items():
         assert isinstance(reasons, tuple)
         lines += [f"  {', '.join(phases)}", *(f"    {reason}" for reason in reasons)]
@@ -206,55 +179,8 @@ def _change_table(changes: Sequence[SuggestedChange], heading: str) -> list[str]
     return align_columns(rows, right_aligned={1, 3})
 
 
-def forecast_json(forecast: RunForecast) -> dict[str, JSON]:
-    """Everything, for programs. Bytes and seconds as they are; None is what is not known."""
-    judged, capacity, timing = forecast.verdict, forecast.capacity, forecast.timing
-    machine = {
-        "key": capacity.machine.key,
-        "title": capacity.title,
-        "gpu_bytes": capacity.gpu_bytes,
-        "host_bytes": capacity.host_bytes,
-    }
-    return {
-        "modelled": True,
-        "verdict": verdict_text(forecast),
-        "fits": {FitStatus.FITS: True, FitStatus.TIGHT: True, FitStatus.DOES_NOT_FIT: False}.get(judged.fit),
-        "judged": {**asdict(judged), "spare_bytes": judged.spare_bytes},
-        "model": forecast.model,
-        "settings": forecast.settings,
-        "machine": {**machine, "one_pool": capacity.one_pool, "source": capacity.source},
-        "phases": [{**asdict(one), "gpu_peak_bytes": one.gpu_bytes} for one in forecast.phases],
-        "stored": [asdict(one) for one in forecast.stored],
-        "timing": None if timing is None else asdict(timing),
-        "total_s": None if timing is None else timing.paces[0].total_s,
-        "why_no_timing": forecast.why_no_timing,
-        "plans": {phase: _without_infinities(asdict(plan)) for phase, plan in forecast.plans.items()},
-        "changes": [asdict(one) for one in forecast.changes],
-        "notes": list(forecast.notes),
-    }
-
-
-def _without_infinities(value: Any) -> Any:
-    """JSON has no infinity: the time of a plan that does not fit is None."""
-    if isinstance(value, dict):
-        return {name: _without_infinities(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_infinities(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def step_duration_text(seconds: float) -> str:
-    """`8.1 ms`, `0.4 s`, `3 min 20 s`, `2 h 05 min`."""
-    return f"{seconds * 1000:.2g} ms" if seconds < 0.1 else duration_text(seconds)
-
-
-def run_duration_text(seconds: float) -> str:
-    """A run's time in hours, as machines are rented; short ones as they are."""
-    return step_duration_text(seconds) if seconds < 3600 else f"{seconds / 3600:,.1f} h"
-
-
 def _size_cell(nbytes: int, unit: int) -> str:
-    """In a table of sizes: what is there and rounds to nothing is not shown as nothing."""
+    """A cell of a table of sizes. A size that rounds to 0.0 is shown as `<0.1`, not as nothing."""
     return "-" if not nbytes else f"{nbytes / unit:.1f}" if nbytes >= 0.05 * unit else "<0.1"
 
 
@@ -263,12 +189,14 @@ def _size_text(nbytes: int | None) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]], right_aligned: Collection[int] | None = None) -> list[str]:
-    """Aligned; the first row is the heading, the others are moved in. `right`: columns of numbers; None: all but the
-    first."""
+    """Rows as aligned lines. The first row is the heading, the others are indented.
+
+    `right_aligned`: numbers of the columns to align right; None: all but the first.
+    """
     count = max(len(row) for row in rows)
     cells = [[row[0] if number == 0 else f"  {row[0]}", *row[1:]] for number, row in enumerate(rows)]
     cells = [[*row, *[""] * (count - len(row))] for row in cells]
-    # A heading of one cell, and a reason, may be longer than any cell: they make no column wider.
+    # A row with a single cell (a heading, a reason) does not widen its column: it has the line for itself.
     widths = [max((len(row[at]) for row in cells if any(row[1:])), default=0) for at in range(count)]
     numbers = set(range(1, count)) if right_aligned is None else set(right_aligned)
     lines = []

@@ -1,24 +1,28 @@
-"""What a run needs, put together: GPU and host memory of each phase, disk, time, and whether it fits a machine. Pure.
+"""The forecast of a run as data: memory of each phase, disk, time, and whether it fits a machine. Pure.
 
-Nothing here is measured: bytes are of traced steps and of arithmetic on sizes, seconds are modelled from the figures of
-a machine's table. What is not known is None, and every total that lacks a part says so.
+Nothing here is measured: bytes come from traced steps and from arithmetic on sizes, seconds are modelled from the
+figures of a table of machines. An unknown value is None, and a total that lacks a part says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from typing import Any
 
-from supertuner.core.types import bytes_text
+from supertuner.core.types import JSON, bytes_text
 from supertuner.memory.machines import MachineSpec
 from supertuner.plan.forecast.storage import StorageItem, total_storage
 from supertuner.plan.placement.plan import MemoryPlan, PlanEstimate
+from supertuner.sinks.phase_counters import duration_text
 
 TIGHT_SHARE = 0.95
-"""Of GPU memory; `memory.overflow` leaves the same 5 % free. What a driver and its context take is not forecast."""
+"""Share of GPU memory that a run fits into comfortably; `memory.overflow` leaves the same 5 % free. The forecast does
+not include what the driver and its context take."""
 HOST_SHARE = 0.9
-"""Of host memory, for a plan and what the run stores; `memory.overflow` leaves the same 10 % to others."""
+"""Share of host memory for a plan and for what the run stores; `memory.overflow` leaves the same 10 % to others."""
 
 
 class FitStatus(StrEnum):
@@ -30,18 +34,18 @@ class FitStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MachineCapacity:
-    """What a machine has for a run."""
+    """The memory that a machine has for a run."""
 
     machine: MachineSpec
     title: str
     gpu_bytes: int | None
-    """None: it has no GPU, or nobody knows."""
+    """None: the machine has no GPU, or its size is unknown."""
     host_bytes: int | None
-    """On a one-pool machine this is the same memory again."""
+    """On a one-pool machine this is the same memory as `gpu_bytes`."""
     source: str
-    """Where the two come from."""
+    """Where the two sizes come from."""
     has_overflow: bool = False
-    """What finds no room on the GPU goes on in host memory (`memory.overflow`)."""
+    """True: allocations that do not fit on the GPU continue in host memory (`memory.overflow`)."""
 
     @property
     def one_pool(self) -> bool:
@@ -49,43 +53,43 @@ class MachineCapacity:
 
     @property
     def on_cpu(self) -> bool:
-        """There is no GPU: everything is in host memory."""
+        """True: there is no GPU, and everything is in host memory."""
         return self.machine.key == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseForecast:
-    """A part of the run with a peak of its own."""
+    """One phase of the run (encoding, training an expert, sampling) at its peak."""
 
     name: str
     gpu: Mapping[str, int]
-    """At the fullest moment, by class."""
+    """Bytes by class of tensor at the peak, with everything on the GPU."""
     reserved_bytes: int | None
-    """What torch's allocator takes from the driver for it; None: not forecast."""
+    """What torch's caching allocator reserves from the driver for it; None: not forecast."""
     host: Mapping[str, int] = field(default_factory=dict)
-    """In host memory, beside what the run stores there."""
+    """Host memory beside what the run stores there."""
     seconds: float | None = None
-    """Of the whole run; None: not known."""
+    """Time of the phase over the whole run; None: unknown."""
     notes: tuple[str, ...] = ()
     """What the figures leave out."""
     certain: bool = True
-    """False: full of convolutions, whose workspaces nobody knows without the GPU."""
+    """False: the phase runs many convolutions, whose cuDNN workspaces are unknown without the GPU."""
     plan: MemoryPlan | None = None
-    """The plan that the run follows in it; None: it has everything on the GPU."""
+    """The plan that the run follows in this phase; None: everything is on the GPU."""
 
     @property
     def plan_estimate(self) -> PlanEstimate | None:
-        """What the plan makes of it, if one is followed."""
+        """The modelled figures of the plan that is followed; None: no plan is followed."""
         return None if self.plan is None or not self.plan.fits else self.plan.modelled
 
     @property
     def all_on_gpu_bytes(self) -> int:
-        """With everything on the GPU: what the allocator takes, where that is forecast."""
+        """The peak with everything on the GPU: what the allocator reserves, where that is forecast."""
         return max(sum(self.gpu.values()), self.reserved_bytes or 0)
 
     @property
     def gpu_bytes(self) -> int:
-        """What must be there: by the plan, if one is followed."""
+        """The peak of GPU memory: under the plan, if one is followed."""
         return self.all_on_gpu_bytes if self.plan_estimate is None else self.plan_estimate.gpu_peak_bytes
 
     @property
@@ -95,7 +99,7 @@ class PhaseForecast:
 
 @dataclass(frozen=True, slots=True)
 class FitVerdict:
-    """A phase against a machine."""
+    """Whether one phase fits into one memory of a machine."""
 
     phase: str
     fit: FitStatus
@@ -106,22 +110,22 @@ class FitVerdict:
 
     @property
     def spare_bytes(self) -> int | None:
-        """Below zero: so much is missing."""
+        """Bytes that stay free; negative: bytes that are missing; None: the size of the memory is unknown."""
         return None if self.have_bytes is None else self.have_bytes - self.need_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TimingScenario:
-    """What everything takes if kernels reach a share of the machine's published rates."""
+    """Modelled times if kernels reach `compute_share` of the machine's published rates."""
 
     compute_share: float
     step_s: float
-    """Of the largest window, as the run will place things."""
+    """One optimizer step with the largest window, under the plan that the run follows."""
     bound_s: float
-    """No placement takes less."""
+    """Lower bound: no placement takes less."""
     bounded_by: str
     training_s: float | None
-    """Of the whole run; None: its length is not known."""
+    """The whole run; None: its length is unknown."""
     encoding_s: float | None
     sampling_s: float | None
 
@@ -134,48 +138,50 @@ class TimingScenario:
 
 @dataclass(frozen=True, slots=True)
 class RunTiming:
-    """What steps and the run take, modelled."""
+    """Modelled times of a step and of the run."""
 
     paces: tuple[TimingScenario, ...]
-    """The first is at the rates as published: the least that it can take."""
+    """The first is at the published rates: a lower limit of the time."""
     window: int
     """Samples of the largest window."""
     micro_batches: int
-    """In it, of one process."""
+    """Micro-batches of the largest window, per process."""
     first_window: int
     """Samples of the first window, where a ramp begins."""
     steps: int | None
-    """Of the run; None: its length is not known."""
+    """Optimizer steps of the run; None: unknown."""
     samples: int | None
     left_out: tuple[str, ...] = ()
-    """What takes time and is not in it."""
+    """What takes time and is not included."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuggestedChange:
-    """One change of the settings, or another machine, and what it would do."""
+    """One change of a setting, or another machine, and its effect."""
 
     what: str
-    """As it is written: `train.gradient_checkpointing=true`."""
+    """As the user writes it: `train.gradient_checkpointing=true`."""
     gpu_bytes: int | None
-    """The fullest phase's peak; None: not known."""
+    """Peak of the fullest phase after the change; None: unknown."""
     host_bytes: int
     fits: bool
     time: float | None
-    """Of a sample, against the settings as they are: 1.33 is a third more; None: not known."""
+    """Time per sample relative to the current settings: 1.33 is a third more; None: unknown."""
     price: str
-    """What it costs, in words."""
+    """What the change costs, for people."""
     exact: bool = True
-    """False: scaled from the trace of the settings as they are."""
+    """False: scaled from the trace of the current settings."""
     same_result: bool = True
-    """What is learnt stays the same: only time and memory change."""
+    """True: training computes the same; only time and memory change."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunForecast:
+    """What a run needs on a machine, phase by phase, and how long it takes. Everything is modelled."""
+
     model: str
     settings: str
-    """What is trained and how, in a line."""
+    """What is trained and how, in one line."""
     capacity: MachineCapacity
     phases: tuple[PhaseForecast, ...]
     stored: tuple[StorageItem, ...]
@@ -183,30 +189,72 @@ class RunForecast:
     why_no_timing: str = ""
     changes: tuple[SuggestedChange, ...] = ()
     plans: Mapping[str, MemoryPlan] = field(default_factory=dict)
-    """By phase: where things would live by a plan, whether the run follows it or not."""
+    """By phase: the best plan, whether the run follows it or not."""
     notes: tuple[str, ...] = ()
 
     @property
+    def fits(self) -> bool | None:
+        """Whether every phase fits; None: the size of a memory is unknown."""
+        return {FitStatus.UNKNOWN: None, FitStatus.DOES_NOT_FIT: False}.get(self.verdict.fit, True)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of GPU memory over all phases, under the plans that the run follows."""
+        return max((phase.gpu_bytes for phase in self.phases), default=0)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """One optimizer step with the largest window at the published rates; None: a rate is unknown."""
+        return None if self.timing is None else self.timing.paces[0].step_s
+
+    @property
     def fullest_phase(self) -> PhaseForecast | None:
-        """The phase that would need the most with everything on the GPU."""
+        """The phase with the highest peak if everything were on the GPU."""
         return max(self.phases, key=lambda phase: phase.all_on_gpu_bytes, default=None)
 
     @property
     def stored_host_bytes(self) -> int:
-        """Host memory that staged files, caches and batches take, as far as it is known."""
+        """Host memory of staged files, caches and batches, as far as it is known."""
         return total_storage(self.stored, "memory")[0]
 
     @property
     def verdict(self) -> FitVerdict:
-        """The worst of all phases: what does not fit before what fits tightly, and of these the fullest."""
+        """The worst verdict over all phases: `does not fit` before `fits tightly`; among equals the fullest."""
         verdicts = [
             verdict for phase in self.phases for verdict in judge_phase(phase, self.capacity, self.stored_host_bytes)
         ]
         return max(verdicts, key=_severity, default=FitVerdict("", FitStatus.UNKNOWN, 0, None, "GPU memory"))
 
+    def to_dict(self) -> dict[str, JSON]:
+        """Everything as JSON values, in bytes and seconds. None: unknown."""
+        verdict, capacity, timing = self.verdict, self.capacity, self.timing
+        machine = {
+            "key": capacity.machine.key,
+            "title": capacity.title,
+            "gpu_bytes": capacity.gpu_bytes,
+            "host_bytes": capacity.host_bytes,
+        }
+        return {
+            "modelled": True,
+            "verdict": verdict_text(self),
+            "fits": self.fits,
+            "judged": {**asdict(verdict), "spare_bytes": verdict.spare_bytes},
+            "model": self.model,
+            "settings": self.settings,
+            "machine": {**machine, "one_pool": capacity.one_pool, "source": capacity.source},
+            "phases": [{**asdict(one), "gpu_peak_bytes": one.gpu_bytes} for one in self.phases],
+            "stored": [asdict(one) for one in self.stored],
+            "timing": None if timing is None else asdict(timing),
+            "total_s": None if timing is None else timing.paces[0].total_s,
+            "why_no_timing": self.why_no_timing,
+            "plans": {phase: _without_infinities(asdict(plan)) for phase, plan in self.plans.items()},
+            "changes": [asdict(one) for one in self.changes],
+            "notes": list(self.notes),
+        }
+
 
 def judge_phase(phase: PhaseForecast, capacity: MachineCapacity, stored_bytes: int) -> list[FitVerdict]:
-    """A phase in each memory that it needs."""
+    """One verdict for each memory that the phase uses."""
     total_bytes = phase.gpu_bytes + phase.host_bytes + stored_bytes
     if capacity.on_cpu:
         return [_fit_verdict(phase, total_bytes, capacity.host_bytes, "host memory")]
@@ -229,11 +277,62 @@ def _fit_verdict(phase: PhaseForecast, need: int, have: int | None, where: str) 
 
 
 def _severity(verdict: FitVerdict) -> tuple[int, float]:
-    """What is missing counts most; a host whose memory nobody knows (a card fits many) counts least."""
+    """A missing byte counts most. Host memory of unknown size counts least: a graphics card fits many hosts."""
     rank = {FitStatus.FITS: 1, FitStatus.TIGHT: 2, FitStatus.DOES_NOT_FIT: 3}.get(
         verdict.fit, 2 if verdict.where != "host memory" else 0
     )
     return rank, verdict.need_bytes / max(1, verdict.have_bytes or 1)
+
+
+def _without_infinities(value: Any) -> Any:
+    """JSON has no infinity: the time of a plan that does not fit becomes None."""
+    if isinstance(value, dict):
+        return {name: _without_infinities(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinities(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ── one line ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def verdict_text(forecast: RunForecast) -> str:
+    """One line: whether the run fits, how much memory stays free or is missing, and how long a step and the run take."""
+    verdict = forecast.verdict
+    planned = any(phase.name == verdict.phase and phase.plan_estimate is not None for phase in forecast.phases)
+    return "; ".join([_fit_text(verdict, forecast.capacity.title, planned), *_time_text(forecast)])
+
+
+def _fit_text(verdict: FitVerdict, machine: str, planned: bool) -> str:
+    need, have = bytes_text(verdict.need_bytes), verdict.have_bytes
+    need_text = f"{verdict.phase} {'takes by its plan' if planned else 'needs'} {need}"
+    if have is None or verdict.spare_bytes is None:
+        return f"modelled: {need_text} of {verdict.where}, and how much {machine} has is not known"
+    have_text = f"of {bytes_text(have)} {verdict.where}"
+    if verdict.fit is FitStatus.DOES_NOT_FIT:
+        return f"modelled: does not fit {machine}: {need_text} {have_text}, {bytes_text(-verdict.spare_bytes)} too much"
+    spare_text = f"{bytes_text(verdict.spare_bytes)} to spare"
+    if verdict.fit is FitStatus.TIGHT:
+        return f"modelled: fits {machine} tightly: {need_text} {have_text}, {spare_text}, before what the driver takes"
+    return f"modelled: fits {machine}: {need_text} {have_text}, {spare_text}"
+
+
+def _time_text(forecast: RunForecast) -> Iterator[str]:
+    if forecast.timing is None or forecast.verdict.fit is FitStatus.DOES_NOT_FIT:
+        return
+    at_peak_rates = forecast.timing.paces[0]
+    total = "" if at_peak_rates.total_s is None else f", the run at least {run_duration_text(at_peak_rates.total_s)}"
+    yield f"a step takes at least {step_duration_text(at_peak_rates.step_s)}{total}"
+
+
+def step_duration_text(seconds: float) -> str:
+    """`8.1 ms`, `0.4 s`, `3 min 20 s`, `2 h 05 min`."""
+    return f"{seconds * 1000:.2g} ms" if seconds < 0.1 else duration_text(seconds)
+
+
+def run_duration_text(seconds: float) -> str:
+    """The time of a run in hours, the unit in which machines are rented; below an hour as `step_duration_text`."""
+    return step_duration_text(seconds) if seconds < 3600 else f"{seconds / 3600:,.1f} h"
 
 
 def capacity_text(capacity: MachineCapacity) -> str:

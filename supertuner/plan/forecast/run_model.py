@@ -1,6 +1,6 @@
-"""One configured run on one machine, as far as it is known before it begins: its shapes, its traced steps, its plans.
+"""A configured run on a machine before it starts: the shapes of its samples, its traced steps, its plans, its storage.
 
-`Tracing` gives the traces, made now or kept from an earlier look. Nothing is loaded, staged or written here.
+A `TraceProvider` supplies the traces, made now or read from a cache. Nothing is loaded, staged or written here.
 """
 
 from __future__ import annotations
@@ -15,68 +15,63 @@ from supertuner.data.ordering.buckets import Bucket
 from supertuner.models.adapters import attach as adapters
 from supertuner.models.spec import Expert, Family, ModelDescription
 from supertuner.optim.schedule import TrainingSchedule
-from supertuner.plan.forecast import dataset_sizes as holdings
-from supertuner.plan.forecast import duration
+from supertuner.plan.forecast import dataset_sizes, duration
 from supertuner.plan.forecast.dataset_sizes import DatasetSize
 from supertuner.plan.forecast.results import HOST_SHARE, TIGHT_SHARE, MachineCapacity
 from supertuner.plan.forecast.storage import EncodedSizes, ExpertStateSizes, StorageItem, list_storage, total_storage
 from supertuner.plan.forecast.suggestion_baseline import configured_choice
 from supertuner.plan.forecast.timing import ExpertSteps
-from supertuner.plan.placement.overrides import apply_plan_settings
-from supertuner.plan.placement.plan import MemoryPlan, PlanEstimate
-from supertuner.plan.placement.plan_step import evaluate_plan, plan_step
+from supertuner.plan.placement.memory_needs import PER_PARAMETER_OPTIMIZERS
+from supertuner.plan.placement.plan import MemoryPlan
+from supertuner.plan.placement.plan_step import plan_step
 from supertuner.plan.placement.planner import RunPlanner
-from supertuner.plan.placement.roofline import step_time_bound
 from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
 from supertuner.plan.trace.inference_phases import SampleTrace
 from supertuner.plan.trace.step_table_builder import build_step_table
 from supertuner.step.expert_setup import selected_experts
-from supertuner.train.offload.optimizer_step import PER_PARAMETER_OPTIMIZERS
 
 SHAPES_TRACED = 3
-"""Sizes of batches that are traced for their time; the others lie between them."""
+"""Batch shapes that are traced for their time, at most; the times of the others are interpolated."""
 SAME_SIZE_TOLERANCE = 0.05
-"""Sizes that differ by less are taken for one."""
+"""Two shapes whose token counts differ by less than this share count as one."""
 RESIDENT_KINDS = (TensorKind.FROZEN, TensorKind.TRAINED, TensorKind.STATE)
 
 
 class TraceProvider(Protocol):
-    """Who traces the phases of a configured run."""
+    """Supplies the traces of the phases of a configured run."""
 
     @property
     def family(self) -> Family: ...
     @property
     def model(self) -> ModelDescription: ...
-    def tokens_per_sample(self, bucket: Bucket) -> int:
-        """Of one sample."""
-
+    def tokens_per_sample(self, bucket: Bucket) -> int: ...
     def is_convolutional(self, expert: Expert) -> bool:
-        """Whether much of it is convolutions, whose workspaces nobody knows without the GPU."""
+        """Whether a large share of the expert's parameters are convolutions, whose workspaces only the GPU knows."""
 
     def training_trace(
         self, expert: Expert, bucket: Bucket, checkpointing: bool, micro_batches: int = 1
     ) -> ExecutionTrace: ...
     def media_trace(self, bucket: Bucket) -> ExecutionTrace:
-        """Of encoding one sample."""
+        """Encoding one sample."""
 
     def text_trace(self) -> ExecutionTrace:
-        """Of encoding one caption."""
+        """Encoding one caption."""
 
     def sampling_trace(self, bucket: Bucket) -> SampleTrace:
-        """Of one sample, with all that is on the GPU for it."""
+        """Generating one sample, with everything that is on the GPU at a validation."""
 
     def encoded_sizes(self) -> EncodedSizes: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ExpertForecast:
-    """What is known of one expert's training."""
+    """The traced and timed training of one expert."""
 
     expert: Expert
     trace: ExecutionTrace
-    """As configured, at the shape that needs the most."""
+    """As configured, at the shape that needs the most memory."""
     steps: ExpertSteps
 
     @property
@@ -85,46 +80,54 @@ class ExpertForecast:
 
     @property
     def resident_bytes(self) -> int:
-        """Weights and state: what it takes while it waits."""
-        at = self.trace.live_bytes_by_kind(0)
-        return sum(at[kind] for kind in RESIDENT_KINDS)
+        """Weights and optimizer state: what the expert occupies while another one is trained."""
+        return _resident_bytes(self.trace)
 
 
 class RunModel:
-    """Everything that is worked out once, and used for memory, time and advice alike."""
+    """What memory, time and suggestions of a forecast are all derived from; computed once."""
 
     def __init__(
         self, config: RunConfig, capacity: MachineCapacity, traces: TraceProvider, datasets: tuple[DatasetSize, ...]
     ) -> None:
         capacity = replace(capacity, has_overflow=config.memory.overflow.enabled and not capacity.one_pool)
         self.config, self.capacity, self.traces, self.datasets = config, capacity, traces, datasets
-        self.buckets = holdings.bucket_draw_shares(datasets)
+        self.buckets = dataset_sizes.bucket_draw_shares(datasets)
         _require_supported_buckets(traces, self.buckets)
-        self.schedule: TrainingSchedule | None = holdings.forecast_schedule(config, datasets)
+        self.schedule: TrainingSchedule | None = dataset_sizes.forecast_schedule(config, datasets)
         self.largest_bucket = max(self.buckets, key=lambda bucket: (traces.tokens_per_sample(bucket), bucket))
         self.rates = MachineRates.from_machine(capacity.machine, config.train.mixed_precision)
         self.micro_batches = duration.largest_window_micro_batches(config, self.schedule)
         self.encoder_bytes = self._resident_encoder_bytes()
         self.experts = self._forecast_experts()
         self.storage = self._list_storage()
-        self.plans = self._make_plans()
+        planner = self._build_planner()
+        self.plans: Mapping[str, MemoryPlan] = (
+            {} if planner is None else {one.phase: planner.forecast_plan(one.expert.name) for one in self.experts}
+        )
+        """By phase: the best plan, whether the run follows it or not."""
+        self.planner = planner if self.follows_plans else None
+        """The source of the trainer's plans; None: the run follows none."""
         if self.follows_plans:
             self.experts = tuple(self._with_plan(one) for one in self.experts)
 
     @property
     def follows_plans(self) -> bool:
-        """Whether the run follows plans: on a GPU, unless it was told not to."""
+        """Whether the run follows plans: on a GPU, unless `plan.act` is "never"."""
         return self.config.plan.act == "auto" and not self.capacity.on_cpu
 
     @property
     def has_known_rates(self) -> bool:
-        """Whether the machine's figures are known."""
+        """Whether the rates that times are modelled from are known."""
         return not self.rates.unknown_rates
 
     @property
     def limits(self) -> MemoryLimits | None:
-        """What a plan may use: not the last of the GPU's memory, which a driver and gaps between tensors need; nor the
-        last of the host's, nor what caches and staged files have of it."""
+        """The memory that a plan may use; None: the size of GPU memory is unknown.
+
+        5 % of GPU memory are left for the driver and for gaps between tensors, 10 % of host memory for other programs;
+        caches and staged files in host memory are subtracted.
+        """
         if self.capacity.gpu_bytes is None:
             return None
         stored_bytes, host = total_storage(self.storage, "memory")[0], self.capacity.host_bytes
@@ -134,9 +137,7 @@ class RunModel:
     def _forecast_experts(self) -> tuple[ExpertForecast, ...]:
         experts = selected_experts(self.config, self.traces.model)
         traces = {expert.name: self._configured_trace(expert) for expert in experts}
-        resident_bytes = {
-            name: sum(trace.live_bytes_by_kind(0)[kind] for kind in RESIDENT_KINDS) for name, trace in traces.items()
-        }
+        resident_bytes = {name: _resident_bytes(trace) for name, trace in traces.items()}
         forecasts = []
         for expert in experts:
             idle = sum(nbytes for name, nbytes in resident_bytes.items() if name != expert.name)
@@ -144,8 +145,11 @@ class RunModel:
         return tuple(forecasts)
 
     def _configured_trace(self, expert: Expert) -> ExecutionTrace:
-        """The second micro-batch of a window finds the gradients of the first. Those of an adapter are small, and are
-        added; of whole weights they are not, and two micro-batches are traced."""
+        """The trace of a window with the configured checkpointing.
+
+        From the second micro-batch on, gradients of earlier ones are in memory. Gradients of an adapter are small and
+        are added afterwards (`phase_memory.py`); for gradients of whole weights, two micro-batches are traced.
+        """
         checkpointing = self.config.train.gradient_checkpointing
         traces_two = self.micro_batches > 1 and self.config.adapter.type in ("full", "diff")
         return self.traces.training_trace(expert, self.largest_bucket, checkpointing, 2 if traces_two else 1)
@@ -153,12 +157,12 @@ class RunModel:
     def _expert_steps(self, expert: Expert, idle: int) -> ExpertSteps:
         def table(bucket: Bucket) -> StepTable:
             trace = self.traces.training_trace(expert, bucket, False)
-            found = build_step_table(trace, micro_batches=self.micro_batches, idle_bytes=idle)
-            return replace(found, by_pieces=self.config.optimizer.name in PER_PARAMETER_OPTIMIZERS)
+            built = build_step_table(trace, micro_batches=self.micro_batches, idle_bytes=idle)
+            return replace(built, by_pieces=self.config.optimizer.name in PER_PARAMETER_OPTIMIZERS)
 
         largest = table(self.largest_bucket)
         others = (
-            {self.traces.tokens_per_sample(one): table(one) for one in self._other_size_buckets()}
+            {self.traces.tokens_per_sample(bucket): table(bucket) for bucket in self._other_size_buckets()}
             if self.has_known_rates
             else {}
         )
@@ -166,7 +170,7 @@ class RunModel:
         return ExpertSteps(largest, choice, None, self.traces.tokens_per_sample(self.largest_bucket), others)
 
     def _other_size_buckets(self) -> list[Bucket]:
-        """Buckets of other sizes whose time is worth a trace: the smallest, and one in the middle."""
+        """Buckets of other sizes to trace for their time: all if there are few, else the smallest and a middle one."""
         largest_tokens = self.traces.tokens_per_sample(self.largest_bucket)
         sizes: dict[int, Bucket] = {}
         for bucket in self.buckets:
@@ -177,8 +181,8 @@ class RunModel:
         return ordered if len(ordered) < SHAPES_TRACED else [ordered[0], ordered[len(ordered) // 2]]
 
     def _resident_encoder_bytes(self) -> int:
-        """Where samples are encoded when they are used, or anew for each epoch, encoders stay beside training."""
-        encoded_kinds = {what for one in self.datasets for what in one.encoded_while_training}
+        """Encoders that stay on the GPU during training: of samples that are encoded on the fly or for each epoch."""
+        encoded_kinds = {kind for dataset in self.datasets for kind in dataset.encoded_while_training}
         traces = [self.traces.media_trace(self.largest_bucket)] if "media" in encoded_kinds else []
         traces += [self.traces.text_trace()] if "text" in encoded_kinds else []
         return sum(trace.live_bytes_by_kind(0)[TensorKind.FROZEN] for trace in traces)
@@ -189,77 +193,52 @@ class RunModel:
         return list_storage(self.config, self.datasets, self.traces.encoded_sizes(), trained, batch)
 
     def _state_sizes(self, expert_forecast: ExpertForecast) -> ExpertStateSizes:
-        at = expert_forecast.trace.live_bytes_by_kind(0)
-        parameters = at[TensorKind.TRAINED]
+        live_bytes = expert_forecast.trace.live_bytes_by_kind(0)
+        parameters = live_bytes[TensorKind.TRAINED]
         full = adapters.settings_for_expert(self.config.adapter, expert_forecast.expert.name).type == "full"
-        halved = full and self.config.train.mixed_precision != "fp32"
+        halved = full and self.config.train.mixed_precision != "fp32"  # fp32 weights are exported in 16 bits
         return ExpertStateSizes(
-            expert_forecast.expert.name, parameters, at[TensorKind.STATE], parameters // 2 if halved else parameters
+            expert_forecast.expert.name,
+            parameters,
+            live_bytes[TensorKind.STATE],
+            parameters // 2 if halved else parameters,
         )
 
-    def _make_plans(self) -> Mapping[str, MemoryPlan]:
-        """Experts with the same step have the same plan."""
+    def _build_planner(self) -> RunPlanner | None:
+        """Searches the plans. Experts with equal steps share one search. None: the size of GPU memory is unknown."""
         limits = self.limits
         if limits is None:
-            return {}
+            return None
         plan_by_table: dict[StepTable, MemoryPlan] = {}
         plans = {}
         for one in self.experts:
             table = replace(one.steps.table, phase="")
             if table not in plan_by_table:
                 plan_by_table[table] = plan_step(table, self.capacity.machine, limits, rates=self.rates)
-            plans[one.phase] = replace(plan_by_table[table], phase=one.phase)
-        self._plans_before_settings: dict[str, MemoryPlan] = plans
-        if not self.config.plan.explicit_choices and self.config.plan.ahead is None:
-            return plans
-        return {one.phase: self._apply_plan_settings(one, plans[one.phase], limits) for one in self.experts}
-
-    def _with_plan(self, expert_forecast: ExpertForecast) -> ExpertForecast:
-        plan = self.plans.get(expert_forecast.phase)
-        return replace(
-            expert_forecast, steps=replace(expert_forecast.steps, plan=plan if plan is not None and plan.fits else None)
-        )
-
-    def _apply_plan_settings(
-        self, expert_forecast: ExpertForecast, plan: MemoryPlan, limits: MemoryLimits
-    ) -> MemoryPlan:
-        """The plan with what the settings ask for instead, and what it then needs and takes."""
-        table, settings = expert_forecast.steps.table, self.config.plan
-        blocks = [block.name for block in table.blocks if block.recomputable]
-        recompute = self.config.train.gradient_checkpointing
-        configured_plan = (
-            apply_plan_settings(settings, plan, blocks, phase=expert_forecast.phase, recompute=recompute) or plan
-        )
-        if configured_plan.modelled is plan.modelled or not self.has_known_rates:
-            return configured_plan
-        evaluation = evaluate_plan(table, configured_plan, self.capacity.machine, limits, self.rates)
-        time_bound = step_time_bound(table, self.rates, limits)
-        plan_estimate = PlanEstimate(
-            evaluation.seconds,
-            time_bound.seconds,
-            time_bound.limited_by,
-            evaluation.needs.gpu_bytes,
-            evaluation.needs.host_bytes,
-        )
-        return replace(configured_plan, fits=evaluation.simulated is not None, modelled=plan_estimate)
-
-    def build_planner(self) -> RunPlanner | None:
-        """What a run that follows plans is given; None: it follows none."""
-        limits = self.limits
-        if not self.follows_plans or limits is None:
-            return None
+            plans[one.expert.name] = replace(plan_by_table[table], phase=one.phase)
         return RunPlanner(
             machine=self.capacity.machine,
             limits=limits,
             rates=self.rates,
+            settings=self.config.plan,
             batch_size=self.config.train.batch_size,
             tables={one.expert.name: one.steps.table for one in self.experts},
-            plans={one.expert.name: self._plans_before_settings[one.phase] for one in self.experts},
+            searched_plans=plans,
         )
+
+    def _with_plan(self, expert_forecast: ExpertForecast) -> ExpertForecast:
+        plan = self.plans.get(expert_forecast.phase)
+        followed = plan if plan is not None and plan.fits else None
+        return replace(expert_forecast, steps=replace(expert_forecast.steps, plan=followed))
+
+
+def _resident_bytes(trace: ExecutionTrace) -> int:
+    live_bytes = trace.live_bytes_by_kind(0)
+    return sum(live_bytes[kind] for kind in RESIDENT_KINDS)
 
 
 def _require_supported_buckets(traces: TraceProvider, buckets: Mapping[Bucket, float | None]) -> None:
-    """What training would refuse is refused here too, in the same words."""
+    """Raise the ModelError that training would raise for a bucket that the model cannot process."""
     for bucket in buckets:
         reason = traces.family.unsupported_reason(traces.model, bucket.shape)
         if reason is not None:

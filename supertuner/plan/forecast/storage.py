@@ -1,7 +1,7 @@
-"""What a run stores beside the GPU: staged files, caches, checkpoints, exports, batches on their way. Pure arithmetic.
+"""What a run stores in host memory and on disk: staged files, caches, checkpoints, exports, prefetched batches. Pure.
 
-Each line says whether it lies in host memory or on a disk, and what it was worked out from. A size that is not known is
-None and says what is missing; one that is a bound says "at most".
+Each item says where it is stored and what its size was computed from. An unknown size is None, and the item says what is
+missing; an upper limit says "at most".
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ StorageLocation: TypeAlias = Literal["memory", "disk"]
 
 PAGE_BYTES = 4096
 SPECIAL_TOKENS = 2
-"""Tokens of a caption beside those of its letters: where it begins, and where it ends."""
+"""Start and end token of a caption."""
 CACHE_ENTRY_OVERHEAD_BYTES = 256
-"""What an entry of a cache takes beside its tensors; as `cache/capacity.py` counts."""
+"""Bytes of a cache entry besides its tensors, as in `cache/capacity.py`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageItem:
-    """Something that a run keeps."""
+    """One kind of data that a run stores."""
 
     what: str
     where: StorageLocation
     nbytes: int | None
-    """None: not known; `how` says why."""
+    """None: unknown; `how` says why."""
     how: str
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedSizes:
-    """What encoded samples and captions of a model take, by their shape."""
+    """Bytes of encoded samples and captions of a model."""
 
     latent_bytes: Callable[[Bucket], int | None]
-    """Bytes of the encoded sample; None: this bucket cannot be encoded."""
+    """Bytes of an encoded sample of a bucket; None: this bucket cannot be encoded."""
     token_bytes: int | None
-    """Of an encoded caption, for each of its tokens; None: it is not made of tokens."""
+    """Bytes per token of an encoded caption; None: its size is not proportional to its tokens."""
     longest_caption_bytes: int | None
-    """Bytes of the longest caption that the model reads; None: not known."""
+    """Bytes of an encoded caption of the greatest length that the model reads; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStateSizes:
-    """What is trained of one expert, and what is kept about it."""
+    """Bytes of an expert's trained parameters, their state and their export."""
 
     expert: str
     parameter_bytes: int
     state_bytes: int
-    """The optimizer's, and of averages."""
+    """Optimizer state and EMA weights."""
     export_bytes: int
 
 
@@ -65,7 +65,7 @@ def list_storage(
     experts: Sequence[ExpertStateSizes],
     batch_bytes: int | None,
 ) -> tuple[StorageItem, ...]:
-    """Everything, from the files to the exports."""
+    """Everything that the run stores, from staged files to exports. `batch_bytes`: one micro-batch; None: unknown."""
     cache = config.cache_config
     return (
         *map(_staged_item, datasets),
@@ -77,7 +77,7 @@ def list_storage(
 
 
 def total_storage(items: Iterable[StorageItem], where: StorageLocation) -> tuple[int, bool]:
-    """Bytes of what is known there, and whether all of it is."""
+    """The sum of the known sizes at `where`, and whether all sizes are known."""
     items_there = [part for part in items if part.where == where]
     return sum(part.nbytes or 0 for part in items_there), all(part.nbytes is not None for part in items_there)
 
@@ -103,7 +103,7 @@ def _latent_cache_size(datasets: Sequence[DatasetSize], sizes: EncodedSizes) -> 
 
 def _text_cache_size(datasets: Sequence[DatasetSize], sizes: EncodedSizes) -> tuple[int | None, str]:
     if sizes.longest_caption_bytes is None:
-        return None, "what a caption becomes is not known of this model"
+        return None, "the size of an encoded caption is not known for this model"
     nbytes, entries, assumes_longest = 0, 0, False
     for dataset in datasets:
         captions = dataset.captions
@@ -120,7 +120,7 @@ def _text_cache_size(datasets: Sequence[DatasetSize], sizes: EncodedSizes) -> tu
         nbytes += max_bytes * dataset.cached_text_variants
         entries += captions.count * dataset.cached_text_variants
     bound = (
-        "at most: each as long as the model reads" if assumes_longest else "at most: a token for each of their bytes"
+        "at most: each of the greatest length" if assumes_longest else "at most: one token per byte of text"
     )
     return nbytes, f"{entries:,} captions; {bound}"
 
@@ -130,7 +130,7 @@ def _cache_items(what: str, kind: str, persistent: bool, nbytes: int | None, how
         return []
     items = [StorageItem(f"cache of {what}", "memory" if kind == "unified_memory" else "disk", nbytes, how)]
     if persistent and kind == "unified_memory":
-        items.append(StorageItem(f"cache of {what}, kept", "disk", nbytes, "cache_config.persistent_cache"))
+        items.append(StorageItem(f"cache of {what}, persistent", "disk", nbytes, "cache_config.persistent_cache"))
     return items
 
 
@@ -138,7 +138,7 @@ def _batch_items(config: RunConfig, batch_bytes: int | None) -> list[StorageItem
     ahead = config.loader.batches_ahead + 1
     nbytes = None if batch_bytes is None else ahead * batch_bytes
     return [
-        StorageItem("batches on their way", "memory", nbytes, f"{ahead} micro-batches, in memory that the GPU reads")
+        StorageItem("prefetched batches", "memory", nbytes, f"{ahead} micro-batches in pinned memory")
     ]
 
 
@@ -147,11 +147,11 @@ def _checkpoint_items(config: RunConfig, experts: Sequence[ExpertStateSizes]) ->
     count = config.checkpoints.keep + 1
     exports = sum(one.export_bytes for one in experts)
     text = (
-        f"{count} of {bytes_text(checkpoint_bytes)}: the last {config.checkpoints.keep}, and one that is being written"
+        f"{count} of {bytes_text(checkpoint_bytes)}: the last {config.checkpoints.keep}, and one being written"
     )
     return [
         StorageItem("checkpoints", "disk", count * checkpoint_bytes, text),
-        StorageItem("exports", "disk", exports, "what was trained"),
+        StorageItem("exports", "disk", exports, "the trained weights"),
     ]
 
 

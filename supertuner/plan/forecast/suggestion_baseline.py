@@ -1,4 +1,4 @@
-"""A run as its settings say, at the step that needs the most: what changes are measured against. Pure."""
+"""The baseline that suggested changes are compared with: the configured run at its fullest step. Pure."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
 @dataclass(frozen=True, slots=True)
 class SuggestionBaseline:
-    """A run as its settings say, at the step that needs the most."""
+    """The configured run at the step that needs the most memory."""
 
     config: RunConfig
+    experts: tuple[str, ...]
+    """Names of the experts that are trained."""
     capacity: MachineCapacity
     rates: MachineRates | None
-    """None: a figure of the machine that times are made from is not known."""
+    """None: a rate that times are modelled from is unknown."""
     table: StepTable
-    """Of the step in which nothing is recomputed."""
+    """The step without recomputation."""
     choice: PlacementChoice
-    """How the settings run it."""
+    """How the settings run the step without a plan."""
     peak_bytes: int
-    """Of the training phase, as traced."""
+    """Peak of the training phase, as traced, with everything on the GPU."""
     other_phases_bytes: int
-    """The fullest of the other phases."""
+    """Peak of the fullest other phase."""
     host_bytes: int
-    """What the run has in host memory already."""
+    """Host memory that staged files, caches and batches take."""
     plan: MemoryPlan | None = None
-    """The best placement there is; followed or not."""
+    """The best plan, whether the run follows it or not."""
     follows_plans: bool = False
-    """The run follows it, and will follow another one after a change."""
+    """Whether the run follows plans: after a change it would follow a new one."""
     limits: MemoryLimits | None = None
-    """What a plan may use."""
+    """The memory that a plan may use."""
 
     @property
     def window_seconds(self) -> float | None:
-        """Of a window, as the run does it."""
+        """Modelled time of a window as the run computes it; None: a rate is unknown."""
         if self.rates is None:
             return None
         if self.follows_this_plan and self.plan is not None and self.plan.modelled is not None:
@@ -61,12 +63,12 @@ class SuggestionBaseline:
 
     @property
     def host_bytes_in_pool(self) -> int:
-        """Host memory that is the GPU's too."""
+        """Host memory that comes out of the GPU's memory: all of it on a one-pool machine."""
         return self.host_bytes if self.capacity.one_pool else 0
 
 
 PLACEHOLDER_RATES = MachineRates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, one_pool=False)
-"""Memory does not depend on speed."""
+"""For memory needs, which do not depend on rates."""
 
 
 def gpu_bytes_needed(table: StepTable, choice: PlacementChoice) -> int:
@@ -74,7 +76,7 @@ def gpu_bytes_needed(table: StepTable, choice: PlacementChoice) -> int:
 
 
 def configured_choice(table: StepTable, checkpointing: bool) -> PlacementChoice:
-    """How a run without a plan runs a step: everything on the GPU; activations kept, or recomputed everywhere."""
+    """How a run without a plan runs a step: everything on the GPU, activations kept or recomputed in every block."""
     all_on_gpu = PlacementChoice.all_on_gpu(len(table.blocks))
     if not checkpointing:
         return all_on_gpu
@@ -87,16 +89,16 @@ def configured_choice(table: StepTable, checkpointing: bool) -> PlacementChoice:
 
 
 def window_seconds_without_plan(table: StepTable, choice: PlacementChoice, rates: MachineRates) -> float:
-    """Of a window in which nothing crosses the link."""
+    """Modelled time of a window with everything on the GPU, so that nothing crosses the link."""
     step = TimedStep.from_table(table, rates)
     recompute_s = sum(
-        s for s, fate in zip(step.forward_s, choice.activations, strict=True) if fate is ActivationPolicy.RECOMPUTE
+        s for s, policy in zip(step.forward_s, choice.activations, strict=True) if policy is ActivationPolicy.RECOMPUTE
     )
     return table.micro_batches * (step.micro_batch_s + recompute_s) + step.update_s
 
 
 def scale_tokens(table: StepTable, factor: float) -> StepTable:
-    """The step of a batch with so many times the tokens."""
+    """The step with `factor` times the tokens: activations, temporaries and work are scaled in proportion."""
     return replace(
         table,
         blocks=tuple(_scale_block(block, factor) for block in table.blocks),

@@ -1,13 +1,13 @@
-"""Single changes that would make a run fit, or make it faster, and what each would cost: from one table. Pure.
+"""Single changes that would make a run fit, or make it faster, with the cost of each: evaluated from one step table. Pure.
 
-Changes of where things live and of what is done again are worked out block by block. Changes of sizes (batch, frames,
-number formats) are scaled from the trace of the settings as they are, and say so.
+Changes of placement and recomputation are evaluated block by block. Changes of sizes (batch, frames, number formats) are
+scaled from the trace of the current settings, and marked as not exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from supertuner.core.types import MediaKind, bytes_text
 from supertuner.memory.machines import MACHINES, MachineSpec
@@ -21,47 +21,66 @@ from supertuner.plan.forecast.suggestion_baseline import (
 )
 from supertuner.plan.placement.choice import PlacementChoice
 from supertuner.plan.placement.plan_step import plan_step
-from supertuner.plan.placement.step_table import BlockCosts, StepTable
+from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
 ADAMW_8BIT_STATE_SHARE = 0.25
-"""Of AdamW's fp32 moments: one byte for each of four, blocks' scales left out."""
+"""State of 8-bit AdamW relative to fp32 moments: one byte instead of four; the scales of its blocks are left out."""
 MAX_SUGGESTIONS = 8
 MAX_SLOWDOWN = 1.2
+"""A suggested machine takes at most this many times as long, if there is such a machine."""
 FASTER_THAN = 0.99
+"""A change counts as faster if the time is below this share of the current time."""
 FORECAST_ONLY_MACHINES = ("mi300a",)
-"""Machines that have no driver here: nobody is sent to them."""
+"""Machines that can be forecast but not trained on: they are not suggested."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A change to evaluate: the step table after it, and what it costs."""
+
+    what: str
+    table: StepTable
+    price: str
+    choice: PlacementChoice | None = None
+    """How the step runs without a plan; None: as configured."""
+    exact: bool = True
+    timed: bool = True
+    """False: the table does not tell how long the changed step takes."""
+    same_result: bool = True
 
 
 def suggest_changes(baseline: SuggestionBaseline) -> tuple[SuggestedChange, ...]:
-    """The best first. Of a run that does not fit, those that fit or need less; of one that fits, those that make it
-    faster and change nothing else."""
-    candidates = [*_placement_changes(baseline), *_size_changes(baseline), *_machine_changes(baseline)]
+    """The best changes first.
+
+    If the run does not fit: changes that make it fit or reduce its memory. If it fits: changes that make it faster and
+    leave the training result unchanged.
+    """
+    changes = [*_placement_changes(baseline), *_size_changes(baseline), *_machine_changes(baseline)]
     worst = max(baseline.peak_bytes, baseline.other_phases_bytes)
     if baseline.fits:
-        helpful = [one for one in candidates if one.fits and one.same_result and one.time and one.time < FASTER_THAN]
+        helpful = [one for one in changes if one.fits and one.same_result and one.time and one.time < FASTER_THAN]
     else:
-        helpful = [one for one in candidates if one.fits or (one.gpu_bytes is not None and one.gpu_bytes < worst)]
+        helpful = [one for one in changes if one.fits or (one.gpu_bytes is not None and one.gpu_bytes < worst)]
     return tuple(sorted(helpful, key=_rank)[:MAX_SUGGESTIONS])
 
 
 def _rank(change: SuggestedChange) -> tuple[bool, bool, bool, float, int]:
-    """What fits; of that, what changes time and memory alone; of that, the quickest; of that, the smallest."""
+    """Sorts by: it fits; the result stays the same; its time is known; time; memory."""
     time = 0.0 if change.time is None else round(change.time, 3)
     return not change.fits, not change.same_result, change.time is None, time, change.gpu_bytes or 0
 
 
-# ── where things live, and what is done again ────────────────────────────────────────────────────────────────────────
+# ── placement and recomputation ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def _placement_changes(baseline: SuggestionBaseline) -> Iterator[SuggestedChange]:
-    """A run that follows a plan has the best of these already."""
+    """A run that follows a plan already has the best placement: for it, only experts and overflow remain."""
     config, table = baseline.config, baseline.table
     if table.idle_bytes:
-        one_expert_table = replace(table, idle_bytes=0)
-        yield _evaluate_change(
-            baseline, "model.experts=high_noise", one_expert_table, baseline.choice, "one expert at a time: two runs"
-        )
+        price = f"one expert at a time: {len(baseline.experts)} runs"
+        candidate = _Candidate(f"model.experts={baseline.experts[0]}", replace(table, idle_bytes=0), price)
+        yield _evaluate(baseline, candidate)
     if (
         not config.memory.overflow.enabled
         and not baseline.capacity.one_pool
@@ -73,7 +92,8 @@ def _placement_changes(baseline: SuggestionBaseline) -> Iterator[SuggestedChange
     checkpointing = not config.train.gradient_checkpointing
     price = "each block's forward pass twice" if checkpointing else "activations are kept"
     choice = configured_choice(table, checkpointing=checkpointing)
-    yield _evaluate_change(baseline, f"train.gradient_checkpointing={str(checkpointing).lower()}", table, choice, price)
+    setting = f"train.gradient_checkpointing={str(checkpointing).lower()}"
+    yield _evaluate(baseline, _Candidate(setting, table, price, choice))
     if baseline.plan is not None and baseline.plan.fits and baseline.plan.modelled is not None:
         modelled, before = baseline.plan.modelled, baseline.window_seconds
         time = None if before is None else modelled.seconds / before
@@ -83,7 +103,8 @@ def _placement_changes(baseline: SuggestionBaseline) -> Iterator[SuggestedChange
 
 
 def _overflow_change(baseline: SuggestionBaseline, limit: int) -> Iterator[SuggestedChange]:
-    """What does not fit lies in managed memory. Every byte of it crosses the link at least once each way in a step."""
+    """What does not fit is placed in managed memory. Each of its bytes crosses the link at least once in each direction
+    per micro-batch."""
     overflow_bytes = baseline.peak_bytes - limit
     if overflow_bytes <= 0:
         return
@@ -95,7 +116,7 @@ def _overflow_change(baseline: SuggestionBaseline, limit: int) -> Iterator[Sugge
         plain_s = window_seconds_without_plan(baseline.table, baseline.choice, baseline.rates)
         time = (plain_s + baseline.table.micro_batches * transfer_s) / (baseline.window_seconds or plain_s)
     yield SuggestedChange(
-        "memory.overflow.enabled=true", limit, host, fits, time, "at least that: pages are fetched on demand"
+        "memory.overflow.enabled=true", limit, host, fits, time, "at least that time: pages are fetched on demand"
     )
 
 
@@ -104,55 +125,59 @@ def _overflow_change(baseline: SuggestionBaseline, limit: int) -> Iterator[Sugge
 
 def _size_changes(baseline: SuggestionBaseline) -> Iterator[SuggestedChange]:
     config, table = baseline.config, baseline.table
-    kind = config.adapter.type
+    kind, batch = config.adapter.type, config.train.batch_size
     if kind not in ("full", "diff") and not config.adapter.dora and config.model.base_weights == "as_computed":
-        int8_table = replace(
-            table,
-            blocks=tuple(replace(block, frozen_bytes=block.frozen_bytes // 2) for block in table.blocks),
-            idle_bytes=table.idle_bytes // 2,
-        )
-        price = "weights of 8 bits, unpacked at every use: slower, and a little coarser"
-        yield _evaluate_change(
-            baseline,
-            "model.base_weights=int8",
-            int8_table,
-            baseline.choice,
-            price,
-            exact=False,
-            timed=False,
-            same_result=False,
-        )
+        yield _evaluate(baseline, _int8_candidate(table))
     if config.optimizer.name == "adamw":
-        adamw8bit_table = replace(
-            table, blocks=tuple(_scale_state(block, ADAMW_8BIT_STATE_SHARE) for block in table.blocks)
+        blocks = tuple(
+            replace(block, state_bytes=round(block.state_bytes * ADAMW_8BIT_STATE_SHARE)) for block in table.blocks
         )
-        price = "moments of 8 bits: other steps than AdamW's"
-        yield _evaluate_change(
-            baseline,
-            "optimizer.name=adamw8bit",
-            adamw8bit_table,
-            baseline.choice,
-            price,
-            exact=False,
-            same_result=False,
+        price = "8-bit moments: its steps differ from AdamW's"
+        changed = replace(table, blocks=blocks)
+        yield _evaluate(
+            baseline, _Candidate("optimizer.name=adamw8bit", changed, price, exact=False, same_result=False)
         )
-    batch = config.train.batch_size
     if batch > 1:
-        single_sample_table = scale_tokens(table, 1 / batch)
-        accumulated_table = replace(single_sample_table, micro_batches=table.micro_batches * batch)
-        sets = (
-            f"train.batch_size=1 train.gradient_accumulation_steps={config.train.gradient_accumulation_steps * batch}"
-        )
-        yield _evaluate_change(
-            baseline, sets, accumulated_table, baseline.choice, "the same window in smaller pieces", exact=False
+        accumulation = config.train.gradient_accumulation_steps * batch
+        settings = f"train.batch_size=1 train.gradient_accumulation_steps={accumulation}"
+        changed = replace(scale_tokens(table, 1 / batch), micro_batches=table.micro_batches * batch)
+        yield _evaluate(
+            baseline, _Candidate(settings, changed, "the same window in smaller micro-batches", exact=False)
         )
     yield from _smaller_sample_changes(baseline)
     if kind == "full":
-        yield _adapter_change(baseline)
+        yield _evaluate(baseline, _adapter_candidate(table))
+
+
+def _int8_candidate(table: StepTable) -> _Candidate:
+    changed = replace(
+        table,
+        blocks=tuple(replace(block, frozen_bytes=block.frozen_bytes // 2) for block in table.blocks),
+        idle_bytes=table.idle_bytes // 2,
+    )
+    price = "8-bit weights, unpacked at every use: slower, and slightly less precise"
+    return _Candidate("model.base_weights=int8", changed, price, exact=False, timed=False, same_result=False)
+
+
+def _adapter_candidate(table: StepTable) -> _Candidate:
+    """The trained weights become frozen 16-bit weights; the adapter is small compared with them and left out."""
+    blocks = tuple(
+        replace(
+            block,
+            frozen_bytes=block.frozen_bytes + block.trained_bytes // 2,
+            trained_bytes=0,
+            gradient_bytes=0,
+            state_bytes=0,
+        )
+        for block in table.blocks
+    )
+    changed = replace(table, blocks=blocks, idle_bytes=0, update_peak_bytes=0)
+    price = "trains an adapter, not the weights"
+    return _Candidate("adapter.type=lora", changed, price, exact=False, timed=False, same_result=False)
 
 
 def _smaller_sample_changes(baseline: SuggestionBaseline) -> Iterator[SuggestedChange]:
-    """Of the dataset with the largest samples: as many frames, or as large a side, as fits. Half, if nothing does."""
+    """For each dataset: the largest number of frames, or the largest resolution, that fits; if none fits, about half."""
     for number, dataset in enumerate(baseline.config.datasets):
         if dataset.held_out or baseline.capacity.gpu_bytes is None:
             continue
@@ -166,7 +191,7 @@ def _smaller_sample_changes(baseline: SuggestionBaseline) -> Iterator[SuggestedC
             step = max(64, dataset.bucket_step)
             choices = list(range(current - step, step - 1, -step))
             shares = [(side / current) ** 2 for side in choices]
-            name, price = f"datasets[{number}].resolution", "smaller pictures"
+            name, price = f"datasets[{number}].resolution", "smaller images"
         if choices:
             yield _largest_that_fits(baseline, name, price, choices, shares)
 
@@ -174,17 +199,22 @@ def _smaller_sample_changes(baseline: SuggestionBaseline) -> Iterator[SuggestedC
 def _largest_that_fits(
     baseline: SuggestionBaseline, name: str, price: str, choices: Sequence[int], shares: Sequence[float]
 ) -> SuggestedChange:
-    """In proportion to the tokens of a sample: so are activations. Attention is more than in proportion, so that the
-    time is at most what is said."""
+    """`choices` decrease; `shares` are the tokens of a sample relative to now.
+
+    Memory and time are scaled in proportion to the tokens. Attention grows faster than that, so the real time is at
+    most the one shown.
+    """
 
     def change_to(number: int) -> SuggestedChange:
         table = scale_tokens(baseline.table, shares[number])
-        told = f"{price}; at most that time"
-        return _evaluate_change(
-            baseline, f"{name}={choices[number]}", table, baseline.choice, told, exact=False, same_result=False
+        return _evaluate(
+            baseline,
+            _Candidate(
+                f"{name}={choices[number]}", table, f"{price}; at most that time", exact=False, same_result=False
+            ),
         )
 
-    low, high = 0, len(choices)  # the first that fits, as choices fall
+    low, high = 0, len(choices)  # binary search for the first choice that fits: memory decreases with the choices
     while low < high:
         middle = (low + high) // 2
         if change_to(middle).fits:
@@ -196,34 +226,11 @@ def _largest_that_fits(
     return change_to(min(range(len(shares)), key=lambda number: abs(shares[number] - 0.5)))
 
 
-def _adapter_change(baseline: SuggestionBaseline) -> SuggestedChange:
-    """The trained weights as frozen ones in 16 bits; the adapter itself is small beside them and left out."""
-    blocks = tuple(
-        replace(
-            block,
-            frozen_bytes=block.frozen_bytes + block.trained_bytes // 2,
-            trained_bytes=0,
-            gradient_bytes=0,
-            state_bytes=0,
-        )
-        for block in baseline.table.blocks
-    )
-    table = replace(baseline.table, blocks=blocks, idle_bytes=0, update_peak_bytes=0)
-    price = "an adapter, not the weights"
-    return _evaluate_change(
-        baseline, "adapter.type=lora", table, baseline.choice, price, exact=False, timed=False, same_result=False
-    )
-
-
-def _scale_state(block: BlockCosts, share: float) -> BlockCosts:
-    return replace(block, state_bytes=round(block.state_bytes * share))
-
-
 # ── other machines ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _machine_changes(baseline: SuggestionBaseline) -> Iterator[SuggestedChange]:
-    """The smallest known machine that takes the run as it is; rather one that is not much slower."""
+    """The smallest known machine that the run fits; one that is not much slower if there is one."""
     need = max(baseline.peak_bytes, baseline.other_phases_bytes)
     if baseline.capacity.gpu_bytes is None or baseline.fits:
         return
@@ -240,7 +247,7 @@ def _machine_changes(baseline: SuggestionBaseline) -> Iterator[SuggestedChange]:
 
 
 def _machine_change_with_plan(baseline: SuggestionBaseline) -> Iterator[SuggestedChange]:
-    """The smallest known machine with two memories on which a plan fits."""
+    """The smallest known machine with separate GPU and host memory on which a plan fits."""
     for machine in sorted(MACHINES.values(), key=lambda one: one.gpu_bytes.value or 0):
         gpu, host = machine.gpu_bytes.value, machine.host_bytes.value
         if gpu is None or host is None or machine.one_pool or machine.key == baseline.capacity.machine.key:
@@ -274,36 +281,30 @@ def _machine_holds(machine: MachineSpec, gpu_bytes: int, host_bytes: int) -> boo
     return gpu_bytes + (host_bytes if machine.one_pool else 0) <= has
 
 
-def _evaluate_change(
-    baseline: SuggestionBaseline,
-    what: str,
-    table: StepTable,
-    choice: PlacementChoice,
-    price: str,
-    *,
-    exact: bool = True,
-    timed: bool = True,
-    same_result: bool = True,
-) -> SuggestedChange:
-    """The table's difference, on top of what was traced; by a plan of its own, if the run follows plans."""
-    limits, before = baseline.limits, baseline.window_seconds
+def _evaluate(baseline: SuggestionBaseline, candidate: _Candidate) -> SuggestedChange:
+    """The effect of a change: under a plan of its own if the run follows plans, otherwise with everything on the GPU.
+
+    Without a plan, the difference of the tables' needs is added to the traced peak.
+    """
+    table, choice = candidate.table, candidate.choice or baseline.choice
+    limits, before, has = baseline.limits, baseline.window_seconds, baseline.capacity.gpu_bytes
+    peak = baseline.peak_bytes + gpu_bytes_needed(table, choice) - gpu_bytes_needed(baseline.table, baseline.choice)
+    host, time = baseline.host_bytes, None
     if baseline.follows_plans and limits is not None:
         plan = plan_step(table, baseline.capacity.machine, limits, rates=baseline.rates)
-        modelled = plan.modelled
-        peak = modelled.gpu_peak_bytes if modelled is not None else baseline.peak_bytes
-        host = baseline.host_bytes + (0 if modelled is None else modelled.host_peak_bytes)
         fits = plan.fits and baseline.other_phases_bytes <= limits.gpu_bytes
-        time = modelled.seconds / before if timed and plan.fits and modelled is not None and before else None
-        all_on_gpu_bytes = (
-            baseline.peak_bytes + gpu_bytes_needed(table, choice) - gpu_bytes_needed(baseline.table, baseline.choice)
-        )
-        size = max(peak if plan.fits else all_on_gpu_bytes, baseline.other_phases_bytes)
-        return SuggestedChange(what, size, host, fits, time, price, exact, same_result)
-    peak = baseline.peak_bytes + gpu_bytes_needed(table, choice) - gpu_bytes_needed(baseline.table, baseline.choice)
-    worst = max(peak, baseline.other_phases_bytes)
-    has = baseline.capacity.gpu_bytes
-    time = None
-    if timed and baseline.rates is not None and before:
-        time = window_seconds_without_plan(table, choice, baseline.rates) / before
-    fits = has is not None and worst + baseline.host_bytes_in_pool <= has
-    return SuggestedChange(what, worst, baseline.host_bytes, fits, time, price, exact, same_result)
+        if plan.fits:
+            peak = baseline.peak_bytes if plan.modelled is None else plan.modelled.gpu_peak_bytes
+        if plan.modelled is not None:
+            host += plan.modelled.host_peak_bytes
+            if candidate.timed and plan.fits and before:
+                time = plan.modelled.seconds / before
+        worst = max(peak, baseline.other_phases_bytes)
+    else:
+        worst = max(peak, baseline.other_phases_bytes)
+        fits = has is not None and worst + baseline.host_bytes_in_pool <= has
+        if candidate.timed and baseline.rates is not None and before:
+            time = window_seconds_without_plan(table, choice, baseline.rates) / before
+    return SuggestedChange(
+        candidate.what, worst, host, fits, time, candidate.price, candidate.exact, candidate.same_result
+    )

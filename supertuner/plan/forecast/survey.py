@@ -1,7 +1,7 @@
-"""Looks at a run's datasets without staging them: files are listed, the headers of some are read, nothing is written.
+"""Surveys a run's datasets without staging them: files are listed, some of them are read, nothing is written.
 
-Of many files as many are read as tell their shapes well; the others are taken to be spread alike. A dataset that is
-not on this machine is as large as the user says, or unknown.
+If there are many files, a sample of them is read, and the others are assumed to have the same distribution of shapes. The
+size of a dataset that is not on this machine is what the user gives (`--samples`), or unknown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import MIB
 from supertuner.data.cache_policy import CacheMode, dataset_cache_policy
-from supertuner.data.ordering.bucket_assignment import MediaMetadataSlice, bucket_indices, bucket_table
+from supertuner.data.ordering.sample_collection import MediaMetadataSlice
+from supertuner.data.ordering.bucket_assignment import bucket_indices, bucket_table
 from supertuner.data.ordering.buckets import NO_BUCKET, Bucket
 from supertuner.data.ordering.sample_order import draws_per_epoch
 from supertuner.data.probe import probe
@@ -29,13 +30,13 @@ from supertuner.data.staging.span_reader import read_span
 from supertuner.plan.forecast.dataset_sizes import BucketCount, CaptionTotals, DatasetSize
 
 MAX_FILES_READ = 400
-"""Headers that are read: enough to tell a share of 5 % from one of 8 %."""
+"""Files that are read at most: enough to distinguish a share of 5 % from one of 8 %."""
 MAX_BYTES_READ = 1024 * MIB
-"""Whole files are read, as staging does; of large ones only a few."""
+"""Files are read whole, as staging does, so of large files only a few are read."""
 
 
 def survey_datasets(config: RunConfig, samples: int | None = None) -> tuple[DatasetSize, ...]:
-    """Every dataset; `samples` is the size of those that are not here."""
+    """The size of every dataset. `samples`: the size of each dataset that is not on this machine; None: unknown."""
     return tuple(_survey_dataset(config, dataset, samples) for dataset in config.datasets)
 
 
@@ -45,7 +46,7 @@ def _survey_dataset(config: RunConfig, dataset: DatasetSettings, samples: int | 
         CacheMode.CACHED: 1,
         CacheMode.EACH_EPOCH: 2,
         CacheMode.ON_THE_FLY: 0,
-    }  # an epoch's entries are made while the last one's serve
+    }  # with EACH_EPOCH, entries of the next epoch are made while those of the current one are read
     root = dataset.instance_data_dir
     is_here = root is not None and root.exists()
     result = _inspect_files(dataset, open_source(dataset)) if is_here else _assume_largest_bucket(dataset, samples)
@@ -74,14 +75,14 @@ SurveyResult = tuple[tuple[BucketCount, ...], int | None, int | None, CaptionTot
 
 
 def _assume_largest_bucket(dataset: DatasetSettings, samples: int | None) -> SurveyResult:
-    """Nothing to look at: all samples are taken to be in the largest bucket that the settings allow."""
+    """For a dataset that is not here: all samples are assumed to be in the largest bucket that the settings allow."""
     bucket = largest_bucket(bucket_table(dataset))
     limited = samples if samples is None or dataset.limit is None else min(samples, dataset.limit)
     where = f"{dataset.instance_data_dir} is not on this machine"
     if limited is None:
-        return (BucketCount(bucket, 0),), None, None, None, f"{where}: say --samples N"
+        return (BucketCount(bucket, 0),), None, None, None, f"{where}: give its size with --samples N"
     buckets_per_sample = len(dataset.resolution) if dataset.resolution_mode == "each" else 1
-    text = f"{where}: --samples {samples}, all taken to be of the largest bucket, {bucket.label}"
+    text = f"{where}: --samples {samples}, all assumed to be in the largest bucket, {bucket.label}"
     return (
         (BucketCount(bucket, limited * buckets_per_sample),),
         limited * buckets_per_sample,
@@ -103,7 +104,7 @@ def _inspect_files(dataset: DatasetSettings, source: DataSource) -> SurveyResult
     stored = sum(fit.stored_bytes(item.nbytes) for item in listing.items)
     stored += fit.overhead_bytes(len(listing.items), listing.key_bytes(), listing.caption_bytes(), 1)
     count = sum(one.samples for one in bucket_counts)
-    how = "each was looked at" if scale == 1 else f"{len(inspected)} of them were looked at"
+    how = "all were read" if scale == 1 else f"{len(inspected)} of them were read"
     explanation = f"{len(listing.items):,} files in {root}; {how}"
     return (
         bucket_counts,
@@ -115,12 +116,12 @@ def _inspect_files(dataset: DatasetSettings, source: DataSource) -> SurveyResult
 
 
 def largest_bucket(buckets: Sequence[Bucket]) -> Bucket:
-    """By what it takes to encode and to train: its volume."""
+    """The bucket with the largest volume, which takes the most to encode and to train."""
     return max(buckets, key=lambda bucket: (prod(bucket.shape), bucket))
 
 
 def _pick_evenly(items: Sequence[SourceItem]) -> list[SourceItem]:
-    """Evenly over the listing, as many as are few enough and small enough."""
+    """Items spread evenly over the listing, within the limits on files and bytes; at least one."""
     step = max(1, -(-len(items) // MAX_FILES_READ))
     picked: list[SourceItem] = []
     nbytes = 0
@@ -133,18 +134,18 @@ def _pick_evenly(items: Sequence[SourceItem]) -> list[SourceItem]:
 
 
 def _probe_item(item: SourceItem, source: DataSource, dataset: DatasetSettings) -> MediaInfo | None:
-    """None: staging will set the file aside."""
+    """The media's size; None: the file is broken, and staging will skip it."""
     try:
         content = read_span(item.media) if isinstance(item.media, FileSpan) else source.read_row(item.media)
         return probe(content, dataset.dataset_type)
     except BrokenMediaError:
-        return None  # `supertuner stage` says what is wrong with it
+        return None  # `supertuner stage` reports what is wrong with it
 
 
 def _count_buckets(
     dataset: DatasetSettings, facts: Sequence[MediaInfo], item_count: int, inspected_count: int
 ) -> tuple[tuple[BucketCount, ...], float]:
-    """Buckets with their samples; what was seen of some files stands for all of them."""
+    """Buckets with their samples, scaled from the inspected files to all, and the scale."""
     media_columns = MediaMetadataSlice(
         width=np.array([one.width for one in facts], np.int32),
         height=np.array([one.height for one in facts], np.int32),
@@ -162,7 +163,7 @@ def _count_buckets(
 
 
 def _count_captions(dataset: DatasetSettings, listing: SourceListing) -> CaptionTotals:
-    """One that is dropped is the empty one, and is encoded once."""
+    """The captions to encode. A dropped caption is the empty one, which is encoded once."""
     settings = dataset.captions
     trigger = 0 if settings.trigger_word is None else len(settings.trigger_word.encode()) + 2
     if settings.source == "constant" or settings.constant is not None:
@@ -173,7 +174,7 @@ def _count_captions(dataset: DatasetSettings, listing: SourceListing) -> Caption
 
 
 def _caption_count_and_bytes(item: SourceItem) -> tuple[int, int]:
-    """How many captions an item has, and their bytes. A file counts as one: how many are in it is not looked at."""
+    """The number of an item's captions, and their bytes. A caption file counts as one caption: it is not read."""
     if isinstance(item.caption, FileSpan):
         return 1, max(0, item.caption.nbytes)
     return max(1, len(item.caption or ())), sum(len(text.encode()) for text in item.caption or ())

@@ -1,4 +1,4 @@
-"""Which machine a forecast is for, and what it has: a row of the table by its name, or this one as it is now."""
+"""The machine that a forecast is for: a known machine by its name, or this one with the memory that is free now."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ DEFAULT_MACHINE = "gh200-96"
 
 
 def find_machine_capacity(name: str | None, host: HostFacts, device_index: int = 0) -> MachineCapacity:
-    """The machine of that name; without one, this machine if it has a GPU, else a GH200. `device` is which of this
-    machine's GPUs."""
+    """The memory of the machine with this name; None: of this machine if it has a GPU, otherwise of a GH200.
+
+    `device_index`: which GPU of this machine. Raises OptionError for an unknown name.
+    """
     if name is not None and name != THIS_MACHINE:
         return known_machine_capacity(name)
     driver = open_cuda()
@@ -31,27 +33,27 @@ def find_machine_capacity(name: str | None, host: HostFacts, device_index: int =
     if name is None:
         capacity = known_machine_capacity(DEFAULT_MACHINE)
         return replace(
-            capacity, source=f"no GPU here, so a {capacity.title} is taken; --machine names another, or this"
+            capacity, source=f"no GPU here, so a {capacity.title} is assumed; --machine selects another, or this"
         )
     available = host.memory_available()
     source = (
-        "available now; there is no GPU" if available is not None else "there is no GPU, and nobody tells its memory"
+        "available now; there is no GPU" if available is not None else "there is no GPU, and its memory is unknown"
     )
     return MachineCapacity(MACHINES["cpu"], "this machine", None, available, source)
 
 
 def known_machine_capacity(name: str) -> MachineCapacity:
-    """A row of the table. A miss lists the hits."""
+    """The memory of a machine of the table. Raises OptionError for an unknown name, with the known ones."""
     if name not in MACHINES or name == "cpu":
         known_names = ", ".join(key for key in MACHINES if key != "cpu")
-        raise OptionError(f"--machine {name}: not a machine that is known here; there are {known_names}, and this")
+        raise OptionError(f"--machine {name}: not a known machine; there are {known_names}, and this")
     machine = MACHINES[name]
     return MachineCapacity(
         machine,
         machine.title,
         _figure_bytes(machine.gpu_bytes),
         _figure_bytes(machine.host_bytes),
-        "as the table of machines says",
+        "from the table of machines",
     )
 
 
@@ -64,8 +66,8 @@ def _this_gpu_capacity(facts: MachineFacts, gpu: GpuFacts, free: int | None, hos
 
 
 def _unlisted_machine(name: str, total: int, one_pool: bool) -> MachineSpec:
-    """A GPU that the table does not have: its memory is known, its speed is not."""
-    memory = MachineFigure(float(total), "what its driver says")
+    """A GPU that is not in the table: its memory is known, its rates are not."""
+    memory = MachineFigure(float(total), "reported by its driver")
     return replace(MACHINES["cpu"], key=THIS_MACHINE, title=name, gpu_bytes=memory, one_pool=one_pool)
 
 

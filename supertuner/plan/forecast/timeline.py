@@ -1,7 +1,8 @@
-"""The memory of a traced step from moment to moment, by class, against the time that the model gives its work. Pure.
+"""The memory of a traced step over time, by class of tensor, against modelled time: the data of the estimate's picture.
+Pure.
 
-Moments are the births and deaths of the trace. A stretch of operators takes the time that its work takes on a machine,
-spread evenly over its moments; without a machine, the axis counts operators.
+The time axis has one interval for each allocation or release in the trace. The modelled time of a span of operators is
+spread evenly over its intervals. If the machine's rates are unknown, the axis counts operators instead of seconds.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _PASS_NAMES = {
     StepPass.BACKWARD: "backward",
     StepPass.UPDATE: "update",
 }
-"""Recomputing is a part of the backward pass: it comes in pieces, a block each."""
+"""Recomputation counts as part of the backward pass: it alternates with it, block by block."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassInterval:
-    """A part of the step with a name."""
+    """When the forward pass, the backward pass or the update runs."""
 
     name: str
     begin: float
@@ -40,15 +41,16 @@ class PassInterval:
 @dataclass(frozen=True, eq=False, slots=True)
 class MemoryTimeline:
     edges: Floats
-    """Where each moment begins, and where the last one ends; never falling."""
+    """The begin of each interval and the end of the last one; never decreasing."""
     bytes_by_class: dict[str, Floats]
+    """For each class of tensor, the live bytes in each interval."""
     passes: tuple[PassInterval, ...]
     in_seconds: bool
-    """Otherwise the axis counts operators."""
+    """False: the axis counts operators."""
 
 
 def build_timeline(trace: ExecutionTrace, seconds_of: WorkSeconds | None, idle_bytes: int = 0) -> MemoryTimeline:
-    """`idle_bytes` are of experts that wait on the GPU while this one is trained."""
+    """`seconds_of`: modelled time of some work; None: unknown. `idle_bytes`: experts that wait on the GPU meanwhile."""
     edges, passes = _edges_and_passes(trace, seconds_of)
     bytes_by_class = {kind.label: trace.live_bytes_of_kind(kind)[: trace.end].astype(np.float64) for kind in TensorKind}
     if idle_bytes:
@@ -57,19 +59,19 @@ def build_timeline(trace: ExecutionTrace, seconds_of: WorkSeconds | None, idle_b
 
 
 def _edges_and_passes(trace: ExecutionTrace, seconds_of: WorkSeconds | None) -> tuple[Floats, tuple[PassInterval, ...]]:
-    """Moments between two stretches take no time."""
+    """Intervals between two spans have length 0."""
     lengths = np.zeros(trace.end)
     marks: list[tuple[str, int, int]] = []
-    for stretch in trace.spans:
-        span_length = float(stretch.work.operators) if seconds_of is None else seconds_of(stretch.work)
-        moments = max(1, stretch.end - stretch.begin)
-        begin = min(stretch.begin, trace.end - 1)
-        lengths[begin : begin + moments] += span_length / moments
-        name = _PASS_NAMES[stretch.step_pass]
+    for span in trace.spans:
+        span_length = float(span.work.operators) if seconds_of is None else seconds_of(span.work)
+        ticks = max(1, span.end - span.begin)
+        begin = min(span.begin, trace.end - 1)
+        lengths[begin : begin + ticks] += span_length / ticks
+        name = _PASS_NAMES[span.step_pass]
         if marks and marks[-1][0] == name:
-            marks[-1] = (name, marks[-1][1], stretch.end)
+            marks[-1] = (name, marks[-1][1], span.end)
         else:
-            marks.append((name, stretch.begin, stretch.end))
+            marks.append((name, span.begin, span.end))
     edges = np.concatenate([[0.0], np.cumsum(lengths)])
     return edges, tuple(
         PassInterval(name, float(edges[begin]), float(edges[min(end, trace.end)])) for name, begin, end in marks

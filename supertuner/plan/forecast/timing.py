@@ -1,6 +1,6 @@
-"""What steps and a whole run take on a machine: modelled from tables, traces and the machine's rates. Pure.
+"""Modelled times of steps and of a whole run, from step tables, traces and the machine's rates. Pure.
 
-Times are at least what is said: rates are the maker's, work is counted and not measured, and nothing waits for files.
+The times are lower limits: the rates are the vendor's, work is counted instead of measured, and nothing waits for files.
 """
 
 from __future__ import annotations
@@ -30,27 +30,29 @@ from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from supertuner.plan.trace.execution_trace import ExecutionTrace
 
 UNLIMITED_BYTES = 1 << 60
-"""Of a machine whose memory nobody knows, the bound of a step in which everything fits."""
+"""GPU memory that is assumed for the time bound if its size is unknown: everything fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSteps:
-    """One expert's steps, and how they are run."""
+    """The step tables of one expert, and how its steps run."""
 
     table: StepTable
-    """At the shape that needs the most, for the largest window."""
+    """The shape that needs the most memory, with the micro-batches of the largest window."""
     choice: PlacementChoice
-    """Without a plan."""
+    """How a step runs without a plan."""
     plan: MemoryPlan | None = None
-    """With one."""
+    """The plan that the run follows; None: it follows none."""
     tokens: int = 1
+    """Tokens of a sample in `table`."""
     tables_by_tokens: Mapping[int, StepTable] = field(default_factory=dict)
-    """Tokens → tables of other shapes."""
+    """Tokens of a sample → tables of other shapes."""
 
     def window_seconds(
         self, table: StepTable, machine: MachineSpec, limits: MemoryLimits | None, rates: MachineRates
     ) -> float:
-        """Of a window. What does not fit is timed as if it did."""
+        """Time of a window: under the plan, or without one if the plan does not fit this table. Memory is not checked
+        without a plan."""
         if self.plan is not None and self.plan.fits and limits is not None:
             planned_seconds = evaluate_plan(table, self.plan, machine, limits, rates).seconds
             if math.isfinite(planned_seconds):
@@ -60,6 +62,7 @@ class ExpertSteps:
     def step_time(
         self, table: StepTable, machine: MachineSpec, limits: MemoryLimits | None, rates: MachineRates
     ) -> StepTime:
+        """The times of windows with one and with two micro-batches, split into a part per micro-batch and the rest."""
         one_micro_batch_s = self.window_seconds(replace(table, micro_batches=1), machine, limits, rates)
         two_micro_batches_s = self.window_seconds(replace(table, micro_batches=2), machine, limits, rates)
         micro = min(one_micro_batch_s, max(0.0, two_micro_batches_s - one_micro_batch_s))
@@ -68,14 +71,14 @@ class ExpertSteps:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedWork:
-    """Work that is done so many times in a run: pieces one after the other."""
+    """Work that a run repeats `repeats` times; its pieces run one after the other."""
 
     pieces: tuple[OperatorWork, ...]
     repeats: float
 
     @classmethod
     def from_trace(cls, trace: ExecutionTrace, repeats: float) -> RepeatedWork:
-        return cls(tuple(stretch.work for stretch in trace.spans), repeats)
+        return cls(tuple(span.work for span in trace.spans), repeats)
 
     def seconds(self, rates: MachineRates) -> float:
         return self.repeats * sum(map(rates.seconds, self.pieces))
@@ -83,18 +86,18 @@ class RepeatedWork:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RunWork:
-    """Everything that a run does."""
+    """Everything that a run computes."""
 
     experts: tuple[ExpertSteps, ...]
     token_shares: Mapping[int, float]
-    """Tokens of a sample → how much of the draws; together 1."""
+    """Tokens of a sample → share of the draws; the shares add up to 1."""
     schedule: TrainingSchedule | None
     batch_size: int
     encoding: tuple[RepeatedWork, ...] | None
-    """None: how often is not known."""
+    """None: the number of repetitions is unknown."""
     sampling: tuple[RepeatedWork, ...] | None
     switch_every: int = 1
-    """Steps after which another expert has its turn."""
+    """Steps after which training switches to another expert."""
     left_out: tuple[str, ...] = ()
 
 
@@ -105,7 +108,7 @@ def forecast_timing(
     rates: MachineRates,
     compute_shares: Sequence[float],
 ) -> RunTiming:
-    """At each of `shares` of the machine's rates."""
+    """One scenario for each of `compute_shares` of the machine's rates."""
     schedule = run_work.schedule
     window_groups = () if schedule is None else group_windows(schedule, run_work.batch_size)
     table = run_work.experts[0].table
@@ -139,7 +142,7 @@ def _timing_scenario(
         compute_share=rates.compute_share,
         step_s=slowest.window_seconds(slowest.table, machine, limits, rates),
         bound_s=time_bound.seconds if bounded else time_bound.compute_s,
-        bounded_by=time_bound.limited_by if bounded else "compute, if there were room",
+        bounded_by=time_bound.limited_by if bounded else "compute, if it did fit",
         training_s=None
         if run_work.schedule is None
         else training_seconds(window_groups, times) + _expert_switching_s(run_work, rates),
@@ -155,7 +158,7 @@ def _mean_step_time(
     limits: MemoryLimits | None,
     rates: MachineRates,
 ) -> StepTime:
-    """Over the shapes that are drawn: some were traced, the others lie between them."""
+    """The mean over the shapes that are drawn: some were traced, the times of the others are interpolated."""
     tables = {steps.tokens: steps.table, **steps.tables_by_tokens}
     times = {tokens: steps.step_time(table, machine, limits, rates) for tokens, table in tables.items()}
     micro = {tokens: time.micro_batch_s for tokens, time in times.items()}
@@ -169,7 +172,7 @@ def _total_seconds(repeated_work: Sequence[RepeatedWork] | None, rates: MachineR
 
 
 def _expert_switching_s(run_work: RunWork, rates: MachineRates) -> float:
-    """Where experts wait in host memory, whoever has its turn is fetched first; what is frozen does not go back."""
+    """Time to fetch experts that the plan keeps in host memory, at every switch. Frozen weights are not copied back."""
     first = run_work.experts[0]
     swaps_experts = first.plan is not None and first.plan.idle_at_home
     if not swaps_experts or len(run_work.experts) < 2 or run_work.schedule is None or not rates.to_device_bytes_s:

@@ -1,6 +1,6 @@
-"""What planning works with: a step's figures in seconds and bytes, block by block, and one way of running it.
+"""The working data of the placement search: a step's costs in seconds and bytes by block, and one way to run it.
 
-A `Choice` is a plan without its reasons and figures. All of this is pure and small, because a search tries thousands.
+A `PlacementChoice` is a plan without reasons and figures. Both are small and pure, because a search tries thousands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from supertuner.plan.placement.throughput import MachineRates
 @dataclass(frozen=True, slots=True)
 class PlacementChoice:
     streamed: tuple[bool, ...]
-    """Of each block, whether its weights are at home in host memory."""
+    """For each block, whether its weights are kept in host memory."""
     activations: tuple[ActivationPolicy, ...]
     ahead: int
     optimizer: OptimizerPlacement
@@ -24,7 +24,7 @@ class PlacementChoice:
 
     @classmethod
     def all_on_gpu(cls, blocks: int) -> PlacementChoice:
-        """Everything stays in GPU memory."""
+        """Everything stays in GPU memory, nothing is recomputed."""
         return cls((False,) * blocks, (ActivationPolicy.KEEP,) * blocks, 1, OptimizerPlacement.GPU, False)
 
     @classmethod
@@ -39,51 +39,52 @@ class PlacementChoice:
 
     @property
     def max_sends_in_flight(self) -> int:
-        """Blocks whose activations may be on their way home together; they take their place on the GPU until one more
-        is sent, or their backward pass is over."""
+        """Blocks whose activations may be on their way to the host at once. Their GPU memory is freed when one more block
+        sends, or after their backward pass."""
         return max(1, self.ahead)
 
     def without_immediate_refetches(self) -> PlacementChoice:
-        """The same, but activations that are fetched again the moment they were sent are kept instead.
+        """The same choice, but activations that would be fetched as soon as they were sent are kept instead.
 
-        Block b is used b-th in the forward pass and (2n - 1 - b)-th in all: within `ahead` uses it would come back.
+        Of the 2n passes of a micro-batch, block b has number b (forward) and 2n - 1 - b (backward). If they are no more
+        than `ahead` passes apart, the prefetch of the backward pass would start right after the forward pass.
         """
         last = len(self.activations) - 1
         activations = tuple(
-            ActivationPolicy.KEEP if fate is ActivationPolicy.SEND and 2 * (last - block) + 1 <= self.ahead else fate
-            for block, fate in enumerate(self.activations)
+            ActivationPolicy.KEEP if policy is ActivationPolicy.SEND and 2 * (last - block) + 1 <= self.ahead else policy
+            for block, policy in enumerate(self.activations)
         )
         return PlacementChoice(self.streamed, activations, self.ahead, self.optimizer, self.idle_at_home)
 
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A table with its times on one machine: lists by block."""
+    """A step table with its modelled times on one machine, as lists by block."""
 
     table: StepTable
     rates: MachineRates
     movable: Sequence[bool]
-    """What stands around the blocks, `(before)` and `(after)`, is no module of its own: its weights stay, and so do its
-    activations."""
+    """False for `(before)` and `(after)`, which are not modules: their weights and activations stay on the GPU."""
     forward_s: Sequence[float]
     backward_s: Sequence[float]
     weight_bytes: Sequence[int]
     streamable_bytes: Sequence[int]
-    """Of a block's weights, what is streamed if they are: an adapter beside larger frozen weights stays."""
+    """Bytes of a block's weights that streaming moves: an adapter stays on the GPU if the frozen weights are larger."""
     streams_trained: Sequence[bool]
-    """Whether what is trained is among it."""
+    """Whether streaming a block moves its trained parameters too."""
     trained_bytes: Sequence[int]
     gradient_bytes: Sequence[int]
     state_bytes: Sequence[int]
     saved_bytes: Sequence[int]
     input_bytes: Sequence[int]
     forward_bytes: Sequence[int]
-    """What a block's own pass needs: its activations, and its temporaries."""
+    """A block's own activations and the peak of its temporaries, in the forward pass."""
     backward_bytes: Sequence[int]
+    """The same in the backward pass."""
     recompute_bytes: Sequence[int]
-    """… of a block that is recomputed."""
+    """The same in the backward pass if the block is recomputed."""
     update_shares: Sequence[float]
-    """Of the optimizer's work, what is done for each block."""
+    """Share of the optimizer's work for each block."""
     update_s: float
 
     @classmethod
@@ -113,30 +114,30 @@ class TimedStep:
         )
 
     def offloaded_gradient_bytes(self, choice: PlacementChoice) -> list[int]:
-        """By block, gradients that are not on the GPU: they are with their weights, or with a host that steps."""
+        """By block, gradients that are kept in host memory: with streamed weights, or because the host steps."""
         if choice.optimizer is OptimizerPlacement.HOST:
             return list(self.gradient_bytes)
         rows = zip(self.gradient_bytes, choice.streamed, self.streams_trained, strict=True)
-        return [gradient if streamed and along else 0 for gradient, streamed, along in rows]
+        return [gradient if streamed and with_trained else 0 for gradient, streamed, with_trained in rows]
 
     def streamed_trained_bytes(self, choice: PlacementChoice) -> list[int]:
-        """By block, trained weights that come to be stepped on the GPU and go home again."""
+        """By block, trained weights that are kept in host memory and copied to the GPU and back for the update."""
         rows = zip(self.trained_bytes, choice.streamed, self.streams_trained, strict=True)
-        return [trained if streamed and along else 0 for trained, streamed, along in rows]
+        return [trained if streamed and with_trained else 0 for trained, streamed, with_trained in rows]
 
     @property
     def micro_batch_s(self) -> float:
-        """Forward and backward of one micro-batch, nothing recomputed."""
+        """Forward and backward pass of one micro-batch, without recomputation."""
         return sum(self.forward_s) + sum(self.backward_s)
 
     @property
     def host_step_s(self) -> float:
-        """How long the host steps, if the speed of its memory is known."""
-        assert self.rates.host_bytes_s is not None, "a step on a host whose memory's speed is not known"
+        """Time of the optimizer's step on the host, which its memory bandwidth limits."""
+        assert self.rates.host_bytes_s is not None, "the bandwidth of host memory is unknown"
         return sum(self.host_step_bytes(b) for b in range(len(self.trained_bytes))) / self.rates.host_bytes_s
 
     def host_step_bytes(self, block: int) -> int:
-        """Of host memory, what the CPU reads and writes to step a block: parameters and state both, gradients once."""
+        """Host memory traffic to step a block: parameters and state are read and written, gradients are read."""
         return 2 * (self.trained_bytes[block] + self.state_bytes[block]) + self.gradient_bytes[block]
 
 

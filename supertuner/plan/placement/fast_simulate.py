@@ -1,7 +1,7 @@
-"""A choice judged in a millisecond: the clock of the software superchip without its pages.
+"""Evaluates a placement in about a millisecond: the emulator's clock without its pages.
 
-The clock, its link and its order of copies are those of `memory/emulator/clock.py`; only the account of memory is a
-number. `replay` plays the same step on the whole software superchip and must say the same.
+The clock, the link and the order of copies are those of `memory/emulator/clock.py`; memory in use is one number instead
+of pages. `replay.py` simulates the same step on the whole emulated superchip and must give the same result.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from supertuner.plan.placement.throughput import MemoryLimits, emulator_figures
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEvaluation:
-    """What a choice needs and takes."""
+    """Memory and modelled time of a placement."""
 
     choice: PlacementChoice
     needs: MemoryNeeds
     simulated: SimulatedWindow | None
-    """None: it does not fit, or nobody had the patience."""
+    """None: it does not fit, or the simulation exceeded its waiting limit."""
 
     @property
     def seconds(self) -> float:
@@ -32,6 +32,8 @@ class ChoiceEvaluation:
 
 
 class FastSimulatedMachine:
+    """Implements `SimulatedMachine` with a clock and a byte count."""
+
     def __init__(self, step: TimedStep, limits: MemoryLimits) -> None:
         figures = emulator_figures("quick", step.rates, limits)
         self._clock = EmulatorClock(figures, EmulatorParameters(duplex=step.rates.duplex))
@@ -51,7 +53,7 @@ class FastSimulatedMachine:
         self._clock.wait_until(time_s)
 
     def set_gpu_bytes_in_use(self, nbytes: int) -> None:
-        assert nbytes <= self._gpu_bytes, "more is held than there is"
+        assert nbytes <= self._gpu_bytes, "the simulation exceeds GPU memory"
 
 
 def evaluate_choice(
@@ -62,8 +64,11 @@ def evaluate_choice(
     memory_needs: MemoryNeeds | None = None,
     max_waiting_s: float = math.inf,
 ) -> ChoiceEvaluation:
-    """How long a window of this choice takes, if it fits. `needed`: if that is known already; `patience_s`: with what
-    waits longer than this, nobody need bother."""
+    """Memory of a placement and, if it fits, the modelled time of a window.
+
+    `memory_needs`: if they are computed already. `max_waiting_s`: the simulation stops when the computation has waited
+    longer than this, because the caller knows a better placement.
+    """
     choice = choice.without_immediate_refetches()
     memory_needs = memory_needs or compute_memory_needs(step, choice)
     if not memory_needs.fits(limits, step.rates.one_pool):

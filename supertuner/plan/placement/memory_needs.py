@@ -1,9 +1,15 @@
-"""How much memory a choice needs at every moment of a step, whatever the timing. Pure.
+"""How much GPU and host memory a placement needs in each pass of each block, and in the update. Pure: no timing.
 
-A step is a row of uses: forward through the blocks, backward through them, for every micro-batch, then the update. The
-need of a use is what must be on the GPU while it computes: weights that live there, the ring of slots, what earlier
-blocks left, activations on their way home or fetched ahead, its own activations and temporaries, gradients. Gradients
-on their way home come on top, and are waited for where there is no room.
+A step is a sequence of passes: forward through the blocks and backward through them, for every micro-batch, then the
+update. What a pass needs is what must be in GPU memory while it computes:
+
+    weights that stay on the GPU, and the slots that streamed weights are copied into
+    activations that earlier blocks keep, activations still on their way to the host, activations fetched ahead
+    the block's own activations and temporaries
+    gradients
+
+Gradients on their way to the host come on top of this. The simulation (`simulate.py`) waits for them where the GPU has
+no memory left.
 """
 
 from __future__ import annotations
@@ -18,40 +24,46 @@ from supertuner.plan.placement.choice import PlacementChoice, TimedStep
 from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement
 from supertuner.plan.placement.throughput import MemoryLimits
 
+PER_PARAMETER_OPTIMIZERS: Final = ("adamw", "adamw8bit", "adafactor")
+"""Optimizers whose step of one parameter does not depend on other parameters. Only these can update in pieces: the
+others count steps, or estimate a value over all parameters together."""
 UPDATE_PIECE_BYTES: Final = 256 * MIB
-"""An update for which something comes to the GPU is done in pieces of whole parameters, of about this many bytes."""
+"""An update that copies anything to the GPU is done in pieces of whole parameters of about this many bytes."""
 UPDATE_PIECES_ON_GPU: Final = 10
-"""On the GPU at once: one is stepped, one comes, eight go home (`train.acting.homes.AT_ONCE`)."""
+"""Pieces on the GPU at once: one is updated, one arrives, eight leave (`train/offload/host_buffers.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """In bytes."""
+    """Bytes that a step needs under one placement."""
 
     forward_bytes: list[int]
-    """By block."""
+    """GPU memory in the forward pass of each block."""
     backward_bytes: list[int]
+    """GPU memory in the backward pass of each block."""
     update_bytes: int
+    """GPU memory in the update."""
     update_piece_bytes: list[int]
-    """By block, what comes to the GPU in the update. Not all at once: a block is several pieces."""
+    """By block, what is copied to the GPU for the update. Not all at once: a block is several pieces."""
     host_bytes: int
 
     @property
     def gpu_bytes(self) -> int:
-        """The most that is needed at once."""
+        """The peak."""
         return max(max(self.forward_bytes), max(self.backward_bytes), self.update_bytes)
 
     def fits(self, limits: MemoryLimits, one_pool: bool) -> bool:
+        """Whether both memories are large enough. Host memory of unknown size counts as none."""
         if one_pool:
             return self.gpu_bytes + self.host_bytes <= limits.gpu_bytes
         return self.gpu_bytes <= limits.gpu_bytes and self.host_bytes <= (limits.host_bytes or 0)
 
 
 def compute_memory_needs(step: TimedStep, choice: PlacementChoice) -> MemoryNeeds:
-    base = _resident_bytes(step, choice)
-    forward, backward = _pass_bytes(step, choice, base)
+    resident = _resident_bytes(step, choice)
+    forward, backward = _pass_bytes(step, choice, resident)
     pieces = _update_piece_bytes(step, choice)
-    update = base + _update_extra_bytes(step, choice, pieces)
+    update = resident + _update_extra_bytes(step, choice, pieces)
     return MemoryNeeds(forward, backward, update, pieces, _host_bytes(step, choice))
 
 
@@ -66,47 +78,56 @@ def _update_piece_bytes(step: TimedStep, choice: PlacementChoice) -> list[int]:
 
 
 def _resident_bytes(step: TimedStep, choice: PlacementChoice) -> int:
-    """What is on the GPU all the time."""
+    """What is in GPU memory during the whole step."""
     table = step.table
     streamed_weights = [w for w, streamed in zip(step.streamable_bytes, choice.streamed, strict=True) if streamed]
     total = sum(step.weight_bytes) - sum(streamed_weights) + table.batch_bytes
+    # Streamed blocks share a ring of slots: the block that computes and `ahead` blocks that are being fetched. All
+    # slots have the size of the largest streamed block.
     total += min(choice.ahead + 1, len(streamed_weights)) * max(streamed_weights, default=0)
     total += 0 if choice.idle_at_home else table.idle_bytes
     return total + (sum(step.state_bytes) if choice.optimizer is OptimizerPlacement.GPU else 0)
 
 
 def _pass_bytes(step: TimedStep, choice: PlacementChoice, resident: int) -> tuple[list[int], list[int]]:
+    """GPU memory in the forward and in the backward pass of each block."""
     policies, count, ahead = choice.activations, len(step.weight_bytes), choice.ahead
     sent = [
         saved if policy is ActivationPolicy.SEND else 0
         for saved, policy in zip(step.saved_bytes, policies, strict=True)
     ]
-    lingering = [b for b in range(count) if sent[b]][-choice.max_sends_in_flight :]
+    # The last blocks that send may still be sending when the backward pass begins: nothing later pushed them out.
+    still_sending = [b for b in range(count) if sent[b]][-choice.max_sends_in_flight :]
     forward, backward = [0] * count, [0] * count
-    left_by_earlier = in_flight = 0  # what blocks before this one left; and what of them is on its way home
-    window: deque[int] = deque()
-    for b, fate in enumerate(policies):
+    kept_by_earlier = in_flight = 0  # activations of earlier blocks: kept on the GPU, and on their way to the host
+    sends: deque[int] = deque()
+    for b, policy in enumerate(policies):
+        # In the backward pass of block b, activations of the `ahead` blocks before it have been fetched already.
         first_prefetched = max(0, b - ahead)
         prefetched = sum(sent[first_prefetched:b])
-        for j in lingering:
+        for j in still_sending:
             if j < first_prefetched:
                 prefetched += sent[j]
-        forward[b] = resident + left_by_earlier + in_flight + step.forward_bytes[b]
-        pass_bytes = step.recompute_bytes[b] if fate is ActivationPolicy.RECOMPUTE else step.backward_bytes[b]
-        backward[b] = resident + left_by_earlier + prefetched + pass_bytes
-        if fate is ActivationPolicy.KEEP:
-            left_by_earlier += step.saved_bytes[b]
-        elif fate is ActivationPolicy.RECOMPUTE:
-            left_by_earlier += step.input_bytes[b]
+        forward[b] = resident + kept_by_earlier + in_flight + step.forward_bytes[b]
+        pass_bytes = step.recompute_bytes[b] if policy is ActivationPolicy.RECOMPUTE else step.backward_bytes[b]
+        backward[b] = resident + kept_by_earlier + prefetched + pass_bytes
+        if policy is ActivationPolicy.KEEP:
+            kept_by_earlier += step.saved_bytes[b]
+        elif policy is ActivationPolicy.RECOMPUTE:
+            kept_by_earlier += step.input_bytes[b]
         elif sent[b]:
-            window.append(sent[b])
-            in_flight += sent[b] - (window.popleft() if len(window) > choice.max_sends_in_flight else 0)
+            sends.append(sent[b])
+            in_flight += sent[b] - (sends.popleft() if len(sends) > choice.max_sends_in_flight else 0)
     _add_gradients(step, choice, forward, backward)
     return forward, backward
 
 
 def _add_gradients(step: TimedStep, choice: PlacementChoice, forward: list[int], backward: list[int]) -> None:
-    """Those of earlier micro-batches, and as the backward pass makes them. To what is away it must be added: twice."""
+    """Add the gradients on the GPU: those of earlier micro-batches, and those that this backward pass has made so far.
+
+    If gradients of a block accumulate in host memory, its backward pass has two copies on the GPU: the new gradients
+    and the accumulated ones, which are fetched to add them.
+    """
     accumulates = step.table.micro_batches > 1
     offloaded = step.offloaded_gradient_bytes(choice)
     on_gpu = sum(step.gradient_bytes) - sum(offloaded) if accumulates else 0
@@ -118,7 +139,10 @@ def _add_gradients(step: TimedStep, choice: PlacementChoice, forward: list[int],
 
 
 def _update_extra_bytes(step: TimedStep, choice: PlacementChoice, pieces: Sequence[int]) -> int:
-    """Gradients and temporaries. A step taken piece by piece has the temporaries of one piece, and several pieces."""
+    """GPU memory of the update beyond the resident bytes: gradients, temporaries, and the pieces that are copied in.
+
+    An update in pieces has the temporaries of one piece, and up to `UPDATE_PIECES_ON_GPU` pieces at once.
+    """
     if choice.optimizer is OptimizerPlacement.HOST:
         return 0
     resident_gradients = sum(step.gradient_bytes) - sum(step.offloaded_gradient_bytes(choice))
@@ -137,12 +161,12 @@ def _update_extra_bytes(step: TimedStep, choice: PlacementChoice, pieces: Sequen
 def _host_bytes(step: TimedStep, choice: PlacementChoice) -> int:
     total = sum(w for w, streamed in zip(step.streamable_bytes, choice.streamed, strict=True) if streamed)
     total += sum(
-        s for s, fate in zip(step.saved_bytes, choice.activations, strict=True) if fate is ActivationPolicy.SEND
+        s for s, policy in zip(step.saved_bytes, choice.activations, strict=True) if policy is ActivationPolicy.SEND
     )
     total += step.table.idle_bytes if choice.idle_at_home else 0
     if choice.optimizer is not OptimizerPlacement.GPU:
         total += sum(step.state_bytes)
     total += sum(step.offloaded_gradient_bytes(choice))
-    if choice.optimizer is OptimizerPlacement.HOST:
+    if choice.optimizer is OptimizerPlacement.HOST:  # the host updates its own copy of weights that stay on the GPU
         total += sum(step.trained_bytes) - sum(step.streamed_trained_bytes(choice))
     return total

@@ -1,6 +1,6 @@
-"""What a plan says: for each block and class of tensor where it lives, what is fetched when, and why.
+"""A memory plan as data: for each block, where its weights and activations are kept, how far ahead they are fetched, why.
 
-A plan decides about time and memory, never about values: whatever it says, a step computes the same bits.
+A plan changes the time and the memory of a step, never its values: every plan computes the same bits.
 """
 
 from __future__ import annotations
@@ -10,32 +10,34 @@ from enum import StrEnum
 
 
 class WeightPlacement(StrEnum):
-    """Where the weights of a block live."""
+    """Where the weights of a block are kept."""
 
     GPU = "gpu"
-    """In the GPU's memory, for good."""
+    """In GPU memory during the whole run."""
     STREAMED = "streamed"
-    """At home in host memory; copied into a slot of GPU memory ahead of each use and dropped after it. Frozen weights
-    need no way back."""
+    """In host memory; copied into a slot of GPU memory ahead of each use. After the use the slot is reused: frozen
+    weights are not copied back."""
 
 
 class ActivationPolicy(StrEnum):
-    """What becomes of a block's activations between its forward and its backward pass."""
+    """What happens to a block's activations between its forward and its backward pass."""
 
     KEEP = "keep"
+    """They stay in GPU memory."""
     SEND = "send"
-    """To host memory behind the computation, and back ahead of the backward pass."""
+    """They are copied to host memory during the forward pass, and fetched ahead of the block's backward pass."""
     RECOMPUTE = "recompute"
+    """They are freed; the backward pass runs the block's forward pass again (gradient checkpointing)."""
 
 
 class OptimizerPlacement(StrEnum):
-    """Where the optimizer's state lives and steps."""
+    """Where the optimizer's state is kept, and which processor steps."""
 
     GPU = "gpu"
     STREAMED = "streamed"
-    """State at home in host memory, brought to the GPU piece by piece."""
+    """State in host memory, copied to the GPU piece by piece for the step."""
     HOST = "host"
-    """Gradients go to the host, which steps; weights come back."""
+    """State in host memory; gradients are copied to the host, the CPU steps, and weights are copied back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,11 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanEstimate:
-    """What the plan's step would take by the model. Never measured."""
+    """Modelled time and memory of a step under the plan. Never measured."""
 
     seconds: float
     bound_s: float
-    """No plan takes less."""
+    """Lower bound: no plan takes less."""
     bounded_by: str
     """`compute`, `gpu memory`, `link to gpu`, `link to host`, `host memory`."""
     gpu_peak_bytes: int
@@ -66,17 +68,17 @@ class MemoryPlan:
     fits: bool
     blocks: tuple[BlockPlan, ...]
     ahead: int
-    """How many blocks before its use a streamed block is fetched; there are `ahead` + 1 slots."""
+    """How many blocks ahead of its use a streamed block is fetched; there are `ahead` + 1 slots."""
     stepping: OptimizerPlacement
     idle_at_home: bool
-    """Whether experts that are not in training wait in host memory."""
+    """Whether experts that are not being trained are kept in host memory."""
     modelled: PlanEstimate | None
-    """None: a figure of the machine that it needs is not known."""
+    """None: a rate of the machine is unknown, or a setting has changed the plan since it was modelled."""
     reasons: tuple[str, ...] = ()
 
     @property
     def keeps_all_on_gpu(self) -> bool:
-        """Everything stays in GPU memory, nothing is recomputed: a plan that costs nothing."""
+        """True: everything stays in GPU memory and nothing is recomputed, so the plan costs no time."""
         return (
             not self.idle_at_home
             and self.stepping is OptimizerPlacement.GPU

@@ -1,8 +1,8 @@
-"""A step, a machine and its limits → a plan: where weights live, what becomes of activations, who steps where.
+"""From a step table, a machine and its limits to a plan: placement of weights, activations and optimizer, with reasons.
 
-Pure and deterministic. The plan fits by arithmetic that no timing changes (`needs`), its time is modelled by the same
-clock that judges every other way to run the step (`playing`), and it stands beside a bound that no plan goes below
-(`roofline`): the ratio of the two is how much better a plan could be at most. Each decision says why.
+Pure and deterministic. That the plan fits follows from arithmetic that does not depend on timing (`memory_needs.py`). Its
+time is modelled by the simulation that all placements are compared with (`simulate.py`), and reported with a lower bound
+that no plan can undercut (`roofline.py`): the ratio shows how much a better plan could gain at most.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
 ASSUMED_FLOPS, ASSUMED_BYTES_S = 1e14, 1e12
-"""Where a machine's speed is unknown a plan is still made, by how much there is to do; its time is then not told."""
+"""Rates for a machine whose rates are unknown: a plan can still be made, but its time is not reported."""
 
 
 def plan_step(
     table: StepTable, machine: MachineSpec, limits: MemoryLimits | None = None, *, rates: MachineRates | None = None
 ) -> MemoryPlan:
-    """The plan of one step. `rates`: as counters of a run say, instead of the machine's figures."""
+    """The plan of one step; `fits` is False if none fits. `rates`: observed ones, instead of the machine's figures."""
     machine_rates = MachineRates.from_machine(machine) if rates is None else rates
     available = MemoryLimits.from_machine(machine) if limits is None else limits
     filled_rates, missing = _fill_unknown_rates(machine_rates)
@@ -52,13 +52,13 @@ def plan_step(
 def evaluate_plan(
     table: StepTable, plan: MemoryPlan, machine: MachineSpec, limits: MemoryLimits, rates: MachineRates | None = None
 ) -> ChoiceEvaluation:
-    """What the model says of a plan that somebody else made."""
+    """Memory and modelled time of a given plan."""
     step = TimedStep.from_table(table, MachineRates.from_machine(machine) if rates is None else rates)
     return evaluate_choice(step, PlacementChoice.from_plan(plan), limits)
 
 
 def _fill_unknown_rates(rates: MachineRates) -> tuple[MachineRates, tuple[str, ...]]:
-    """Rates to decide by, and what of them is not known."""
+    """The rates with assumed values for missing ones, and the names of the missing ones."""
     missing = list(rates.unknown_rates)
     up, down = rates.to_device_bytes_s, rates.to_host_bytes_s
     if not rates.one_pool and (up is None) != (down is None):
@@ -121,16 +121,16 @@ def _build_block_plans(step: TimedStep, evaluation: ChoiceEvaluation) -> tuple[B
 def _build_infeasible_plan(
     step: TimedStep, machine: MachineSpec, limits: MemoryLimits, time_bound: StepTimeBound
 ) -> MemoryPlan:
-    """The choice that needs least of the GPU's memory, and by how much it is too large."""
+    """The placement with the least GPU memory, with `fits=False` and the missing bytes as its reason."""
     choice = least_gpu_memory_choice(step)
     memory_needs = compute_memory_needs(step, choice)
     evaluation = ChoiceEvaluation(choice, memory_needs, None)
     reasons = (_shortage_text(step, memory_needs, limits),)
-    return _build_plan(step, machine, evaluation, replace(time_bound, seconds=math.inf, limited_by="no room"), reasons)
+    return _build_plan(step, machine, evaluation, replace(time_bound, seconds=math.inf, limited_by="does not fit"), reasons)
 
 
 def least_gpu_memory_choice(step: TimedStep) -> PlacementChoice:
-    """As little on the GPU as can be."""
+    """Everything that can be streamed or recomputed is, and nothing is prefetched."""
     has_link = step.rates.has_link
     activations = tuple(
         ActivationPolicy.RECOMPUTE if block.recomputable else ActivationPolicy.KEEP for block in step.table.blocks
@@ -148,15 +148,15 @@ def _shortage_text(step: TimedStep, memory_needs: MemoryNeeds, limits: MemoryLim
     host = limits.host_bytes
     if step.rates.one_pool or not step.rates.has_link:
         lacking = memory_needs.gpu_bytes + memory_needs.host_bytes - limits.gpu_bytes
-        return f"does not fit: with everything recomputed {bytes_text(lacking)} are lacking"
+        return f"does not fit: {bytes_text(lacking)} are missing with everything recomputed"
     parts = []
     if memory_needs.gpu_bytes > limits.gpu_bytes:
         parts.append(f"{bytes_text(memory_needs.gpu_bytes - limits.gpu_bytes)} of GPU memory")
     if host is None:
         parts.append(
-            f"{bytes_text(memory_needs.host_bytes)} of host memory, of which it is not known how much there is"
+            f"{bytes_text(memory_needs.host_bytes)} of host memory, whose size is not known"
         )
     elif memory_needs.host_bytes > host:
         parts.append(f"{bytes_text(memory_needs.host_bytes - host)} of host memory")
-    lacks = " and ".join(parts) or "a way to have both"
-    return f"does not fit: streaming and recomputing everything, it lacks {lacks}"
+    missing = " and ".join(parts) or "a placement that fits both memories"
+    return f"does not fit: with everything streamed and recomputed, it lacks {missing}"

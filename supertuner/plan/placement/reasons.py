@@ -1,4 +1,4 @@
-"""Why a plan decides as it does: one line for each block, and some for the whole, with the figures that decided.
+"""The reasons of a plan, for people: one line for each block and some for the whole plan, with the figures behind them.
 
 All figures are modelled.
 """
@@ -14,7 +14,7 @@ from supertuner.plan.placement.throughput import MemoryLimits
 
 
 def seconds_text(seconds: float) -> str:
-    """A time for people."""
+    """`1.36 ms`, `24 s`; `no time` for 0."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"
@@ -28,17 +28,17 @@ def block_reason(step: TimedStep, choice: PlacementChoice, block: int) -> str:
 def _activations_reason(step: TimedStep, choice: PlacementChoice, block: int) -> str:
     saved, policy = step.saved_bytes[block], choice.activations[block]
     if not saved:
-        return "leaves no activations"
+        return "saves no activations"
     if policy is ActivationPolicy.KEEP:
         all_kept = all(other is ActivationPolicy.KEEP for other in choice.activations)
-        return "activations fit" if all_kept else f"{bytes_text(saved)} of activations fit, and are needed early again"
+        return "activations fit" if all_kept else f"{bytes_text(saved)} of activations fit, and are needed again soon"
     recompute_s = step.forward_s[block]
     if policy is ActivationPolicy.RECOMPUTE:
         freed = bytes_text(saved - step.input_bytes[block])
-        return f"{freed} of activations are made again in {seconds_text(recompute_s)}: neither memory nor link has room"
+        return f"{freed} of activations are recomputed in {seconds_text(recompute_s)}: memory and link are full"
     return (
-        f"{bytes_text(saved)} of activations cross the link in {seconds_text(round_trip_s(step, saved))}, there and back, "
-        f"beside computation; making them again would take {seconds_text(recompute_s)} of it"
+        f"{bytes_text(saved)} of activations go to the host and back in {seconds_text(round_trip_s(step, saved))}, "
+        f"in parallel with the computation; recomputing them would take {seconds_text(recompute_s)}"
     )
 
 
@@ -50,12 +50,12 @@ def _weights_reason(step: TimedStep, choice: PlacementChoice, block: int) -> str
         return "weights stay"
     rate = step.rates.to_device_bytes_s
     assert rate is not None
-    no_way_back = "" if step.streams_trained[block] else ", nothing goes back"
-    return f"weights come in {seconds_text(weights / rate)}, {choice.ahead} ahead, forward and backward{no_way_back}"
+    one_way = "" if step.streams_trained[block] else ", and never copied back"
+    return f"weights are fetched in {seconds_text(weights / rate)} for each pass, {choice.ahead} blocks ahead{one_way}"
 
 
 def round_trip_s(step: TimedStep, nbytes: int) -> float:
-    """Home and back over the link."""
+    """Time to copy to the host and back over the link."""
     rates = step.rates
     assert rates.to_device_bytes_s is not None and rates.to_host_bytes_s is not None
     return nbytes / rates.to_device_bytes_s + nbytes / rates.to_host_bytes_s
@@ -75,12 +75,12 @@ def plan_reasons(
         idle = step.table.idle_bytes
         fetch_s = idle / (step.rates.to_device_bytes_s or 1.0)
         reasons.append(
-            f"idle experts ({bytes_text(idle)}) wait in host memory: back in {seconds_text(fetch_s)} at a change"
+            f"idle experts ({bytes_text(idle)}) are kept in host memory; fetching them takes {seconds_text(fetch_s)}"
         )
     if choice.optimizer is not OptimizerPlacement.GPU:
         reasons.append(_optimizer_text(step, choice))
     if missing:
-        reasons.append(f"no time is told: {', '.join(missing)} of this machine is not known")
+        reasons.append(f"no time is modelled: {', '.join(missing)} of this machine is not known")
     else:
         ratio = evaluation.seconds / time_bound.seconds if time_bound.seconds else 1.0
         reasons.append(
@@ -88,7 +88,7 @@ def plan_reasons(
             f"{seconds_text(simulated.waiting_s)} of waiting; modelled at {step.rates.compute_share:.0%} of peak"
         )
     if limits.host_bytes is None and not step.rates.one_pool:
-        reasons.append("how much host memory there is is not known, so nothing is put there")
+        reasons.append("the size of host memory is not known, so nothing is put there")
     return tuple(reasons)
 
 
@@ -101,9 +101,12 @@ def _optimizer_text(step: TimedStep, choice: PlacementChoice) -> str:
     state = sum(step.state_bytes)
     if choice.optimizer is OptimizerPlacement.STREAMED:
         return (
-            f"the optimizer's state ({bytes_text(state)}) is at home in host memory and crosses the link in "
-            f"{seconds_text(round_trip_s(step, state))}, block by block"
+            f"the optimizer's state ({bytes_text(state)}) is kept in host memory; for the update it is copied to the GPU "
+            f"and back in {seconds_text(round_trip_s(step, state))}, block by block"
         )
     touched = sum(step.host_step_bytes(b) for b in range(len(step.weight_bytes)))
     host_step_s = touched / (step.rates.host_bytes_s or 1.0)
-    return f"the host steps: {bytes_text(touched)} of its memory, {seconds_text(host_step_s)}; quicker than to move the state"
+    return (
+        f"the optimizer steps on the host: {bytes_text(touched)} of memory traffic, {seconds_text(host_step_s)}; "
+        "faster than moving the state"
+    )

@@ -1,7 +1,7 @@
-"""A plan played on the software superchip, whose memory refuses what does not fit and whose clock tells the time.
+"""Replays a plan on the emulated superchip, which raises if memory is exceeded and whose clock models the time.
 
-The step is walked by the same rules as in the search (`playing`); what differs is the machine below: device memory that
-is really taken and given back, and a link shared with whatever else the chip does. All times are modelled.
+The step follows the same rules as in the search (`simulate.py`). The machine differs: its device memory is allocated and
+freed page by page, and its link is shared with everything else on the chip. All times are modelled.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits, emulator_figures
 
 PAGE_BYTES = 2 * MIB
-"""Of the modelled pages: whole blocks of the driver. Plans move whole tensors, so smaller ones would say the same."""
+"""Size of the modelled pages: the driver's blocks. Plans move whole tensors, so smaller pages give the same result."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuperchipReplay:
-    """What the software superchip said."""
+    """Times, peak and traffic of one window on the emulated superchip."""
 
     simulated: SimulatedWindow
     gpu_peak_bytes: int
@@ -39,8 +39,8 @@ class SuperchipReplay:
 
 
 class SuperchipMachine:
-    """The verbs of a step over the software superchip. What is held is one allocation of device memory, made anew when
-    it grows or shrinks: more than there is is refused by the chip itself."""
+    """Implements `SimulatedMachine` on the emulated superchip. The memory in use is one allocation of device memory,
+    replaced when it grows or shrinks, so that the chip itself refuses more than it has."""
 
     def __init__(self, chip: EmulatedSuperchip) -> None:
         self._chip = chip
@@ -62,9 +62,7 @@ class SuperchipMachine:
         self._chip.wait_until(time_s)
 
     def set_gpu_bytes_in_use(self, nbytes: int) -> None:
-        whole_pages_bytes = (
-            nbytes // PAGE_BYTES * PAGE_BYTES
-        )  # as one allocation, rounding up would be ours and not the plan's
+        whole_pages_bytes = nbytes // PAGE_BYTES * PAGE_BYTES  # rounded down: the plan does not pay for our pages
         self.peak_bytes = max(self.peak_bytes, nbytes)
         if whole_pages_bytes == self._held_bytes:
             return
@@ -79,7 +77,7 @@ class SuperchipMachine:
 def build_superchip(
     machine: MachineSpec, rates: MachineRates, limits: MemoryLimits, page_bytes: int = PAGE_BYTES
 ) -> EmulatedSuperchip:
-    """The machine as the plan sees it. Faults come in batches of as many bytes whatever the page."""
+    """The machine with the plan's rates and limits. A batch of page faults has the same bytes for every page size."""
     standard = EmulatorParameters()
     batch = standard.fault_batch_pages * 65536 // page_bytes
     parameters = EmulatorParameters(fault_batch_pages=max(1, batch), duplex=rates.duplex)
@@ -90,7 +88,7 @@ def build_superchip(
 def replay_plan(
     table: StepTable, plan: MemoryPlan, machine: MachineSpec, limits: MemoryLimits, *, rates: MachineRates | None = None
 ) -> SuperchipReplay:
-    """Play one window of a plan. Refused (`memory.driver.Refused`) if it does not fit."""
+    """Replays one window of a plan. The emulator raises if the plan does not fit."""
     known_rates = MachineRates.from_machine(machine) if rates is None else rates
     step, choice = (
         TimedStep.from_table(table, known_rates),
@@ -99,5 +97,5 @@ def replay_plan(
     chip = build_superchip(machine, known_rates, limits)
     superchip_machine = SuperchipMachine(chip)
     simulated = simulate_window(step, choice, compute_memory_needs(step, choice), limits.gpu_bytes, superchip_machine)
-    assert simulated is not None, "patience has no end here"
+    assert simulated is not None, "the waiting time is not limited here"
     return SuperchipReplay(simulated, superchip_machine.peak_bytes, chip.traffic)

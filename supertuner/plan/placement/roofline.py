@@ -1,11 +1,16 @@
-"""The least time in which a machine can do a step, whatever the plan: a proven lower bound. Pure.
+"""A proven lower bound on the modelled time of a step on a machine, over all plans. Pure.
 
-Counted for every way to run the step: the blocks' own work one after another; work done again where activations neither
-stay nor are sent; bytes over the link, in the phase in which they must cross; the update after the last gradient, with
-all that comes for it and goes home again (between two windows everything is at home); or a step on the host. Where the
-optimizer steps is tried in turn. All else that a plan chooses is left open, even in parts of blocks: at the moment of
-one block's backward pass, activations of earlier blocks, weights and idle experts each are on the GPU, at home, or to
-be made again, and both memories hold what they can (`prices`).
+Every plan spends at least: the blocks' own work, one block after the other; the forward pass of a block again if its
+activations are neither kept nor sent; the time on the link of all bytes that must cross it, in the phase in which they
+must; and the update after the last gradient, with everything that is copied in for it and out again (between two windows
+everything is at its permanent place), or the optimizer's step on the host.
+
+Where the optimizer steps is tried in turn. Everything else a plan decides is left to a relaxation, which may even treat
+fractions of a block differently: at the moment of one block's backward pass, activations of earlier blocks, weights and
+idle experts are on the GPU, in host memory, or to be recomputed, such that both memories are large enough. The cheapest
+combination is bounded from below with prices (`lp_bound.py`). What holds at that one moment for every plan holds for the
+best plan, so the bound is valid for any moment; the last blocks give the highest bounds, because most activations exist
+there.
 """
 
 from __future__ import annotations
@@ -21,27 +26,27 @@ from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
 EXAMINED_BLOCKS: Final = 3
-"""Of so many last blocks the backward pass is looked at: there most is held. Each gives a bound; the best counts."""
+"""The backward passes of this many last blocks are examined. Each gives a valid bound; the highest counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimeBound:
-    """Modelled seconds that no plan goes below; infinite if no plan fits."""
+    """Modelled seconds that no plan can undercut; infinite if no plan fits."""
 
     seconds: float
     limited_by: str
-    """`compute`, `gpu memory`, `link to gpu`, `link to host`, `host memory`; `no room` if no plan fits."""
+    """`compute`, `gpu memory`, `link to gpu`, `link to host`, `host memory`; `does not fit` if no plan fits."""
     compute_s: float
-    """The step's own work, nothing done twice, with the optimizer's on the GPU."""
+    """The step's own work without recomputation, with the optimizer's step on the GPU."""
     optimizer: OptimizerPlacement | None
-    """Where the optimizer steps in the best case."""
+    """Where the optimizer steps in the case with the lowest bound."""
 
 
 def step_time_bound(table: StepTable, rates: MachineRates, limits: MemoryLimits) -> StepTimeBound:
-    """The least modelled time of one window. Rates that are needed must be known (`Rates.unknown`)."""
+    """The bound for one window. The rates must be known (`MachineRates.unknown_rates`)."""
     step = TimedStep.from_table(table, rates)
     compute_s = table.micro_batches * step.micro_batch_s + step.update_s
-    best = StepTimeBound(math.inf, "no room", compute_s, None)
+    best = StepTimeBound(math.inf, "does not fit", compute_s, None)
     for optimizer in OptimizerPlacement:
         if optimizer is not OptimizerPlacement.GPU and not (rates.has_link and any(step.trained_bytes)):
             continue
@@ -56,22 +61,26 @@ def step_time_bound(table: StepTable, rates: MachineRates, limits: MemoryLimits)
 def _bound_with_optimizer(
     step: TimedStep, limits: MemoryLimits, optimizer: OptimizerPlacement, compute_s: float
 ) -> StepTimeBound:
-    """With the optimizer in one place."""
+    """The bound over all plans with this placement of the optimizer."""
     count, on_host = len(step.weight_bytes), optimizer is OptimizerPlacement.HOST
     programs = [
         _BackwardMoment(step, limits, optimizer, at).build_program()
         for at in range(max(0, count - EXAMINED_BLOCKS), count)
     ]
     if any(not program.feasible for program in programs):
-        return StepTimeBound(math.inf, "no room", compute_s, None)
-    best = max((bound_by_prices(program) for program in programs), key=lambda found: found.seconds)
-    # The chain of work holds whatever the prices are; said apart so that rounding does not come before it.
+        return StepTimeBound(math.inf, "does not fit", compute_s, None)
+    best = max((bound_by_prices(program) for program in programs), key=lambda one: one.seconds)
+    # The work alone is a bound too. The prices include it; taking the maximum keeps rounding from falling below it.
     seconds = max(best.seconds, step.table.micro_batches * step.micro_batch_s + (0.0 if on_host else step.update_s))
     return StepTimeBound(seconds, _limiting_resource(step, on_host, best), compute_s, optimizer)
 
 
 class _BackwardMoment:
-    """The choices while block `at` is in its backward pass, of all micro-batches on average."""
+    """The relaxed problem at the moment when one block is in its backward pass.
+
+    Bytes and seconds are averages over the window's micro-batches: a plan treats all micro-batches alike, and a bound for
+    the average is a bound for their sum.
+    """
 
     def __init__(self, step: TimedStep, limits: MemoryLimits, optimizer: OptimizerPlacement, block: int) -> None:
         self._step, self._limits, self._optimizer, self._block = step, limits, optimizer, block
@@ -80,7 +89,8 @@ class _BackwardMoment:
         rates = step.rates
         self._up_s_per_byte = 1.0 / rates.to_device_bytes_s if rates.has_link and rates.to_device_bytes_s else 0.0
         self._down_s_per_byte = 1.0 / rates.to_host_bytes_s if rates.has_link and rates.to_host_bytes_s else 0.0
-        # Where both directions run at once, each phase is charged with the one that it uses more.
+        # If both directions of the link run at once (duplex), a phase is charged only with the direction that it uses
+        # more: activations leave in the first phase, and return in the second.
         self._first_up_s_per_byte = 0.0 if rates.duplex else self._up_s_per_byte
         self._second_down_s_per_byte = self._update_down_s_per_byte = 0.0 if rates.duplex else self._down_s_per_byte
 
@@ -88,9 +98,10 @@ class _BackwardMoment:
         step, limits, block, micro_batches = self._step, self._limits, self._block, self._micro_batches
         later = sum(step.backward_s[block + 1 :])
         host = 0 if limits.host_bytes is None or not step.rates.has_link else limits.host_bytes
-        # At the start of a forward pass no activation is there; weights that find no room even then come during it.
+        # At the start of a forward pass there are no activations. Weights that do not fit even then are fetched in it.
         missing = max(0, sum(step.weight_bytes) - limits.gpu_bytes) * micro_batches
-        # After the last gradient, what had no room must come; before the next forward pass, what has none must go.
+        # The update needs parameters, state and gradients on the GPU. What did not fit before it must arrive, and what
+        # does not fit after it must leave.
         resident_bytes = 0 if self._on_host else sum(step.trained_bytes) + sum(step.state_bytes)
         update_bytes = resident_bytes + sum(step.gradient_bytes) if resident_bytes else 0
         return BoundProgram(
@@ -110,7 +121,7 @@ class _BackwardMoment:
         )
 
     def _always_on_gpu_bytes(self) -> float:
-        """On the GPU at this moment, whatever the plan: the block that computes, the batch, and what never travels."""
+        """On the GPU at this moment in every plan: the block that computes, the batch, and what is never offloaded."""
         step, block = self._step, self._block
         gpu = (
             step.table.batch_bytes + step.backward_bytes[block] + step.weight_bytes[block] + step.gradient_bytes[block]
@@ -119,19 +130,23 @@ class _BackwardMoment:
         return gpu + sum(step.trained_bytes[b] + self._gradient_bytes_so_far(b) for b in others)
 
     def _never_offloaded_bytes(self) -> int:
-        """Of what the update needs, what is on the GPU in every plan: adapters beside larger weights."""
+        """What the update needs and every plan keeps on the GPU: adapters of blocks with larger frozen weights."""
         step = self._step
         rows = zip(step.trained_bytes, step.gradient_bytes, step.streams_trained, strict=True)
-        return sum(trained + gradient for trained, gradient, along in rows if not along)
+        return sum(trained + gradient for trained, gradient, streamed in rows if not streamed)
 
     def _gradient_bytes_so_far(self, block: int) -> float:
-        """Of a block's gradient, what there is at this moment, of all micro-batches on average."""
+        """Bytes of a block's gradient at this moment, averaged over the micro-batches.
+
+        Later blocks have theirs already; earlier ones have it from the second micro-batch on.
+        """
         if self._on_host:
             return 0.0
         all_bytes = self._step.gradient_bytes[block]
         return all_bytes if block > self._block else all_bytes * (self._micro_batches - 1) / self._micro_batches
 
     def _items(self) -> tuple[ItemOptions, ...]:
+        """What a plan decides about: activations of earlier blocks, weights, optimizer state, idle experts."""
         step, block = self._step, self._block
         items = [self._activation_options(b) for b in range(block)]
         items += [self._weight_options(b) for b in range(len(step.weight_bytes)) if b != block]
@@ -152,11 +167,11 @@ class _BackwardMoment:
         return tuple(items)
 
     def _weight_options(self, block: int) -> ItemOptions:
-        """Weights, with gradients if they are trained: on the GPU, or at home and fetched for every pass."""
+        """Weights, with their gradients if they are trained: on the GPU, or in host memory and fetched for every pass."""
         step, micro_batches = self._step, self._micro_batches
-        earlier = (
-            block < self._block
-        )  # a later block's weights were used in this pass; the forward pass accounts for them
+        # The backward pass of an earlier block is still to come, so its weights are fetched in the second phase. For a
+        # later block it is over; that fetch is not counted (the forward pass counts weights that do not fit).
+        earlier = block < self._block
         fetch_s = micro_batches * step.streamable_bytes[block] * self._up_s_per_byte if earlier else 0.0
         if not step.streams_trained[block]:
             return self._stay_or_offload(
@@ -170,9 +185,8 @@ class _BackwardMoment:
         if not step.movable[block] or not step.rates.has_link:
             return (stay,)
         host = step.weight_bytes[block] + self._gradient_bytes_so_far(block)
-        first_fetch_s = (
-            step.streamable_bytes[block] * self._first_up_s_per_byte
-        )  # what was stepped is at home, and comes for the first pass at least
+        # The update left the block in host memory, so it is fetched at least once, for the first forward pass.
+        first_fetch_s = step.streamable_bytes[block] * self._first_up_s_per_byte
         if self._on_host:
             return replace(stay, update_up_s=trained * self._up_s_per_byte), PlacementOption(
                 first_fetch_s, second_link_s=fetch_s, host_bytes=host
@@ -193,6 +207,7 @@ class _BackwardMoment:
         )
 
     def _activation_options(self, block: int) -> ItemOptions:
+        """Keep, recompute, send, or send only the inputs and recompute from them."""
         step, micro_batches = self._step, self._micro_batches
         saved, inputs, recompute_s = (
             step.saved_bytes[block],
@@ -227,14 +242,15 @@ class _BackwardMoment:
         stay = PlacementOption(gpu_bytes=nbytes)
         if not self._step.rates.has_link:
             return (stay,)
-        return (stay, *(replace(way, gpu_bytes=0.0, host_bytes=nbytes) for way in offload_options))
+        return (stay, *(replace(option, gpu_bytes=0.0, host_bytes=nbytes) for option in offload_options))
 
 
 def _limiting_resource(step: TimedStep, on_host: bool, best: PricedBound) -> str:
-    """What most of the bound comes from."""
+    """The resource that most of the bound is spent on."""
     spent = {"compute": 0.0, "link to host": 0.0, "link to gpu": 0.0, "update": 0.0}
     work = ("compute", "compute", "update")
-    link = ("link to host", "link to gpu", "link to gpu")  # activations leave, and come back; so does what has no room
+    # Phase 1 mainly sends activations, phase 2 fetches them, the update fetches what did not fit.
+    link = ("link to host", "link to gpu", "link to gpu")
     for number, seconds in enumerate(best.phases_s):
         spent[link[number] if best.by_link[number] else work[number]] += seconds
     largest = max(spent, key=lambda name: spent[name])

@@ -1,10 +1,17 @@
-"""The search for a choice that fits and is quick: exact where there are few, structured and improved elsewhere. Pure.
+"""The search for the fastest placement that fits. Exhaustive for small steps, structured local search otherwise. Pure.
 
-Small steps: every choice is judged. Others: so many blocks streamed, so many recomputed, evenly spread among those that
-are alike; of the rest as many kept as there is room for, the last ones, which are needed first, or spread evenly, so
-that the link always has work; the others sent. Those numbers are searched for every place of the optimizer and distance
-ahead; then single blocks are changed as long as that helps. No choice can be better than the bound, so a search that
-comes near it ends. Deterministic: it counts its trials and looks at no clock.
+A step with n blocks has about 6^n placements, so only small steps are searched exhaustively. For the others:
+
+1. Structured search. A placement is described by few numbers: s blocks are streamed, r blocks are recomputed. Which
+   blocks is fixed by a ranking (the ones that save the most first; equal blocks spread evenly over the model). Of the
+   remaining blocks, as many as fit keep their activations; the others send them. Those that keep are either the last
+   blocks, whose activations the backward pass needs first, or spread evenly, so that the link has work all the time. The
+   pairs (s, r) are searched on a coarse grid, then around the best points with halved strides (a pattern search, Hooke
+   and Jeeves, 1961), for every placement of the optimizer and every prefetch distance.
+2. Local search. One block is changed, or two blocks are swapped, as long as that improves the placement.
+
+No placement is faster than the bound of `roofline.py`, so the search stops when it comes close to it. It is
+deterministic: it counts its trials and reads no clock.
 """
 
 from __future__ import annotations
@@ -23,22 +30,26 @@ from supertuner.plan.placement.simulate import SIMULATED_MICRO_BATCHES
 from supertuner.plan.placement.throughput import MemoryLimits
 
 EXHAUSTIVE_SEARCH_CHOICES: Final = 3000
-"""Choices that are all judged."""
+"""Up to this many placements, all are evaluated."""
 GOOD_ENOUGH_RATIO: Final = 1.002
-"""Times the bound: not worth searching further."""
+"""The search stops at a placement that takes at most this many times the bound."""
 MAX_SIMULATED_USES: Final = 240_000
-"""Passes through a block that are played at most, in all choices together: some three seconds of one core."""
+"""Passes of blocks that are simulated at most, over all placements: about three seconds of one core."""
 REFINED_GRID_POINTS: Final = 3
-"""Of the coarse grid, the best points that are looked around."""
+"""The search continues around this many best points of the coarse grid."""
 TRAFFIC_WEIGHT: Final = 1e-3
-"""Of two choices that take as long, the one that moves less: a second of link is worth this many of the step."""
+"""A second on the link counts as this many seconds of the step, so that of two equally fast placements the one that
+moves less wins."""
 PREFETCH_DISTANCES: Final = (1, 2, 3, 0)
 NEGLIGIBLE_SHARE: Final = 0.03
-"""Share of the GPU's memory below which nobody sends an optimizer's state away."""
+"""Optimizer state and gradients below this share of GPU memory are not offloaded."""
 
 
 def search_placement(step: TimedStep, limits: MemoryLimits, bound_s: float) -> ChoiceEvaluation | None:
-    """The best choice that was found; None if none fits."""
+    """The best placement that was found; None if none fits.
+
+    If everything fits on the GPU, or everything but the idle experts, that is the answer: no placement is faster.
+    """
     count = len(step.weight_bytes)
     for choice in (PlacementChoice.all_on_gpu(count), replace(PlacementChoice.all_on_gpu(count), idle_at_home=True)):
         evaluation = evaluate_choice(step, choice, limits)
@@ -50,20 +61,24 @@ def search_placement(step: TimedStep, limits: MemoryLimits, bound_s: float) -> C
 
 
 def placement_cost(step: TimedStep, evaluation: ChoiceEvaluation) -> float:
-    """What is made small: time, and a little for what is moved."""
+    """What the search minimizes: the modelled time, and a little for the traffic on the link."""
     if evaluation.simulated is None:
         return math.inf
     return evaluation.seconds + TRAFFIC_WEIGHT * link_seconds(step, evaluation.choice)
 
 
 def link_seconds(step: TimedStep, choice: PlacementChoice) -> float:
-    """How long the link is busy in a window, both ways."""
+    """How long the link is busy in a window, both directions added."""
     rates, micro = step.rates, step.table.micro_batches
     if not rates.has_link:
         return 0.0
     assert rates.to_device_bytes_s is not None and rates.to_host_bytes_s is not None
-    sent = sum(s for s, fate in zip(step.saved_bytes, choice.activations, strict=True) if fate is ActivationPolicy.SEND)
-    streamed = sum(w for w, away in zip(step.streamable_bytes, choice.streamed, strict=True) if away)
+    sent = sum(
+        saved
+        for saved, policy in zip(step.saved_bytes, choice.activations, strict=True)
+        if policy is ActivationPolicy.SEND
+    )
+    streamed = sum(w for w, offloaded in zip(step.streamable_bytes, choice.streamed, strict=True) if offloaded)
     gradients, trained = sum(step.offloaded_gradient_bytes(choice)), sum(step.streamed_trained_bytes(choice))
     up, down = micro * (sent + 2 * streamed) + (micro - 1) * gradients, micro * (sent + gradients)
     if choice.optimizer is OptimizerPlacement.HOST:
@@ -75,7 +90,7 @@ def link_seconds(step: TimedStep, choice: PlacementChoice) -> float:
 
 
 def min_update_s(step: TimedStep, optimizer: OptimizerPlacement) -> float:
-    """What an update takes at least: its work, and the way of the state there and back."""
+    """Lower bound on the time of an update: its work, or the transfer of the state to the GPU and back."""
     if optimizer is OptimizerPlacement.HOST:
         return step.host_step_s
     if optimizer is OptimizerPlacement.GPU or step.rates.duplex:
@@ -86,7 +101,7 @@ def min_update_s(step: TimedStep, optimizer: OptimizerPlacement) -> float:
 
 
 def optimizer_placements(step: TimedStep, limits: MemoryLimits) -> list[OptimizerPlacement]:
-    """Where the optimizer may step. What keeps megabytes stays on the GPU."""
+    """The placements of the optimizer to try. Small state stays on the GPU."""
     placements = [OptimizerPlacement.GPU]
     if step.rates.has_link and sum(step.state_bytes) + sum(step.gradient_bytes) > NEGLIGIBLE_SHARE * limits.gpu_bytes:
         placements.append(OptimizerPlacement.STREAMED)
@@ -96,7 +111,8 @@ def optimizer_placements(step: TimedStep, limits: MemoryLimits) -> list[Optimize
 
 
 def evenly_spread_order(members: Sequence[int]) -> list[int]:
-    """The same in an order in which every beginning is spread evenly over all: halves, quarters, eighths."""
+    """The members in an order whose every prefix is spread evenly over them: the van der Corput sequence, which reverses
+    the bits of 0, 1, 2, … and so visits halves, quarters, eighths."""
     bits = max(1, (len(members) - 1).bit_length())
     order = sorted(range(1 << bits), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))
     return [members[number] for number in order if number < len(members)]
@@ -142,6 +158,8 @@ def _best_evaluation(step: TimedStep, evaluations: Iterator[ChoiceEvaluation]) -
 
 
 class _PlacementSearch:
+    """The structured search and the local search for one step; see the file's docstring."""
+
     def __init__(self, step: TimedStep, limits: MemoryLimits, bound_s: float) -> None:
         self._step, self._limits, self._bound_s = step, limits, bound_s
         self._trials_left = MAX_SIMULATED_USES // (
@@ -161,10 +179,11 @@ class _PlacementSearch:
         self._recompute_order = _rank_blocks(
             step, lambda b: (step.saved_bytes[b] - step.input_bytes[b]) / max(step.forward_s[b], 1e-12), recomputable
         )
-        """Blocks in the order in which recomputing them frees most for its time."""
+        """Blocks by how many bytes recomputing them frees per second that it takes, best first."""
 
     def run(self) -> ChoiceEvaluation | None:
-        """Every place of the optimizer one block ahead; then the best place at other distances; then single blocks."""
+        """Tries every placement of the optimizer at prefetch distance 1, then the best one at other distances, then
+        changes of single blocks. Distance 0 is tried only if nothing has fitted: it overlaps no copies."""
         for ahead in PREFETCH_DISTANCES:
             optimizers = optimizer_placements(self._step, self._limits)
             if self._best is not None:
@@ -184,6 +203,7 @@ class _PlacementSearch:
         return near or self._trials_left <= 0
 
     def _cost(self, choice: PlacementChoice | None) -> float:
+        """Simulates a placement and remembers it if it is the best. Infinite if it does not fit or cannot be better."""
         if choice is None:
             return math.inf
         spare_s = self._spare_s(choice)
@@ -199,13 +219,15 @@ class _PlacementSearch:
         return cost
 
     def _spare_s(self, choice: PlacementChoice) -> float:
-        """How much longer than its work it may take and still be better than the best; negative: its work alone, or its
-        traffic alone, takes longer."""
+        """How long the placement may wait in total and still beat the best one; negative: its work alone, or its traffic
+        alone, takes longer than the best. The simulation stops when it has waited that long."""
         if self._best is None:
             return math.inf
         step = self._step
         recompute_s = sum(
-            f for f, fate in zip(step.forward_s, choice.activations, strict=True) if fate is ActivationPolicy.RECOMPUTE
+            forward_s
+            for forward_s, policy in zip(step.forward_s, choice.activations, strict=True)
+            if policy is ActivationPolicy.RECOMPUTE
         )
         work_s = step.table.micro_batches * (self._micro_batch_s + recompute_s) + min_update_s(step, choice.optimizer)
         if not step.rates.duplex and link_seconds(step, choice) > self._best.seconds:
@@ -213,7 +235,7 @@ class _PlacementSearch:
         return self._best.seconds - work_s
 
     def _search_counts(self, ahead: int, optimizer: OptimizerPlacement, evenly: bool) -> None:
-        """How many blocks are streamed and how many recomputed: a coarse grid, then closer steps around the best."""
+        """Searches the numbers of streamed and of recomputed blocks: a coarse grid, then around its best points."""
         max_counts = (len(self._streaming_order), len(self._recompute_order))
         costs: dict[tuple[int, int], float] = {}
 
@@ -229,7 +251,8 @@ class _PlacementSearch:
             if self._done:
                 return
         ranked = sorted(costs, key=lambda key: (costs[key], key))
-        ends = [next(at for at in ranked if at[1] == end) for end in {0, max_counts[1]}]  # nothing, or all, recomputed
+        # Also refine the best points with no block and with all blocks recomputed: the optimum is often at such an end.
+        ends = [next(at for at in ranked if at[1] == end) for end in {0, max_counts[1]}]
         for start in dict.fromkeys([*ranked[:REFINED_GRID_POINTS], *sorted(ends)]):
             self._refine(start, (stride[0], stride[1]), (max_counts[0], max_counts[1]), value)
 
@@ -240,7 +263,7 @@ class _PlacementSearch:
         max_counts: tuple[int, int],
         cost: Callable[[tuple[int, int]], float],
     ) -> None:
-        """From a point of the grid to the best around it, in ever smaller steps."""
+        """Pattern search: moves to the best of the eight neighbours; if none is better, halves the stride."""
         while not self._done:
             neighbours = [
                 (point[0] + i * stride[0], point[1] + j * stride[1])
@@ -258,7 +281,8 @@ class _PlacementSearch:
     def _build_choice(
         self, streamed_count: int, recomputed_count: int, ahead: int, optimizer: OptimizerPlacement, evenly: bool
     ) -> PlacementChoice | None:
-        """So many streamed and recomputed; of the others as many kept as fit. None: nothing fits."""
+        """The placement with these counts in which as many other blocks as fit keep their activations; None: even with
+        none kept it does not fit."""
         count = len(self._step.weight_bytes)
         streamed, recomputed = (
             set(self._streaming_order[:streamed_count]),
@@ -270,7 +294,7 @@ class _PlacementSearch:
 
         def choice_keeping(kept: int) -> PlacementChoice:
             keep = set(others[:kept])
-            fates = tuple(
+            policies = tuple(
                 ActivationPolicy.RECOMPUTE
                 if b in recomputed
                 else ActivationPolicy.KEEP
@@ -279,12 +303,12 @@ class _PlacementSearch:
                 for b in range(count)
             )
             return PlacementChoice(
-                tuple(b in streamed for b in range(count)), fates, ahead, optimizer, self._step.rates.has_link
+                tuple(b in streamed for b in range(count)), policies, ahead, optimizer, self._step.rates.has_link
             )
 
         if not self._fits_gpu(choice_keeping(0)):
             return None
-        low, high = 0, len(others)
+        low, high = 0, len(others)  # binary search: each block that keeps its activations needs more GPU memory
         while low < high:
             middle = (low + high + 1) // 2
             if self._fits_gpu(choice_keeping(middle)):
@@ -309,7 +333,7 @@ class _PlacementSearch:
         return memory_needs
 
     def _improve_single_blocks(self) -> None:
-        """Change one block at a time, or exchange two, as long as it helps."""
+        """Local search: takes the first neighbour that is better, and starts again from it, until none is."""
         best = self._best
         while best is not None and not self._done:
             for neighbour in _neighbours(self._step, best.choice):
@@ -322,6 +346,7 @@ class _PlacementSearch:
 
 
 def _neighbours(step: TimedStep, choice: PlacementChoice) -> Iterator[PlacementChoice]:
+    """Placements that differ in one block, then those in which two blocks are swapped."""
     for b in range(len(step.weight_bytes)):
         for policy in _activation_policies(step, b):
             if policy is not choice.activations[b]:
@@ -349,7 +374,7 @@ def _swapped_choices(step: TimedStep, choice: PlacementChoice, first: int, secon
 
 
 def _rank_blocks(step: TimedStep, merit: Callable[[int], float], blocks: Sequence[int]) -> list[int]:
-    """Best first; blocks that are alike in an evenly spread order."""
+    """Blocks by merit, best first; blocks of equal merit (to 3 digits) in an evenly spread order."""
     blocks_by_merit: dict[float, list[int]] = {}
     for block in blocks:
         blocks_by_merit.setdefault(float(f"{merit(block):.3g}"), []).append(block)

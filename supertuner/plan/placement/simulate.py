@@ -1,11 +1,17 @@
-"""A step of a choice, use by use, on a clock: what is fetched, sent, waited for and computed, and when it is over.
+"""Simulates one window of a step under a placement, pass by pass: what is fetched, sent, waited for and computed, when.
 
-The rules are one set for every choice, plans and baselines alike. At the start of a use, what it and the next `ahead`
-uses need is asked for, unless it is there or on its way; the use waits for its own weights and activations. What a
-block sends home leaves behind its forward pass, some blocks at once at most. Gradients on their way out still take
-their place on the GPU: a use that finds no room waits for the oldest. Copies take the link in the order in which they
-are asked for. The update begins when every gradient is there, and between two windows everything is at home, so that
-whoever saves it finds it there. Given a clock of the software superchip or a quick one, the same code runs.
+The same rules hold for every placement, for plans and baselines alike; `train/offload` follows them on a GPU:
+
+- A use is one pass (forward or backward) of one block. At its start, fetches are started for everything that it and the
+  next `ahead` uses need, unless it is on the GPU or on its way. Then the use waits for its own weights and activations.
+- Activations that are sent leave after the block's forward pass. A bounded number of blocks sends at once: one more has
+  to wait for the oldest, whose GPU memory is then free.
+- Gradients on their way to the host still occupy GPU memory. A use that does not fit beside them waits for the oldest.
+- Copies use the link in the order in which they were started.
+- The update begins when all gradients have arrived. At the end of a window everything is at its permanent place, so that
+  checkpoints can read it there.
+
+The machine is a parameter: the emulated superchip (`replay.py`) and a fast clock (`fast_simulate.py`) run the same code.
 """
 
 from __future__ import annotations
@@ -20,30 +26,37 @@ from supertuner.plan.placement.memory_needs import MemoryNeeds
 from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement
 
 SIMULATED_MICRO_BATCHES: Final = 3
-"""Micro-batches of a window that are played; further ones take as long as the last of these."""
+"""Micro-batches of a window that are simulated. The schedule repeats from then on: each further one takes as long as the
+last of these."""
 
 
 class SimulatedMachine(Protocol):
-    """What a step asks of a machine."""
+    """The operations that a simulated step needs."""
 
     @property
-    def now(self) -> float: ...
+    def now(self) -> float:
+        """Seconds since the start of the clock."""
+
     def compute(self, seconds: float) -> None: ...
-    def start_copy(self, nbytes: int, to_gpu: bool, after: float = 0.0) -> float: ...
-    def wait_until(self, time_s: float) -> None: ...
+    def start_copy(self, nbytes: int, to_gpu: bool, after: float = 0.0) -> float:
+        """Queue a copy on the link, not before the time `after`. Returns the time at which it will be done."""
+
+    def wait_until(self, time_s: float) -> None:
+        """Advance the clock to this time, unless it is past."""
+
     def set_gpu_bytes_in_use(self, nbytes: int) -> None:
-        """So much of the GPU's memory is in use now."""
+        """Report the GPU memory in use. May raise if it exceeds the machine's."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWindow:
-    """One window."""
+    """Modelled times of one window."""
 
     seconds: float
     compute_s: float
-    """Of these, the GPU computed."""
+    """Time in which the GPU computed."""
     update_s: float
-    """Of these, from the last gradient on."""
+    """Time of the update, from the last backward pass on."""
 
     @property
     def waiting_s(self) -> float:
@@ -59,7 +72,7 @@ def simulate_window(
     *,
     max_waiting_s: float = math.inf,
 ) -> SimulatedWindow | None:
-    """One window. None: its passes waited for longer than `patience_s`, and nobody wants to know the rest."""
+    """The times of one window; None: its passes waited longer than `max_waiting_s`, and the simulation stopped."""
     return _WindowSimulator(step, choice, memory_needs, gpu_bytes, machine).simulate(max_waiting_s)
 
 
@@ -81,21 +94,22 @@ class _WindowSimulator:
         )
         self._offloaded_gradients = step.offloaded_gradient_bytes(choice)
         self._gradients_in_flight: deque[tuple[float, int]] = deque()
-        """On their way home: when they will have left, and how many bytes."""
+        """Gradients on their way to the host: arrival time and bytes, oldest first."""
         self._slot_ready_s: dict[int, float] = {}
-        """Blocks whose weights are in a slot, or will be then."""
+        """Block with weights in a slot of the ring → time at which they have arrived."""
         self._sends_in_flight: deque[tuple[int, float]] = deque()
-        """Blocks whose activations are on their way home, and when they will have arrived."""
+        """Blocks whose activations are on their way to the host, and their arrival times, oldest first."""
         self._on_host_only: set[int] = set()
-        """Blocks whose activations are with the host only."""
+        """Blocks whose activations are in host memory and no longer on the GPU."""
         self._fetch_ready_s: dict[int, float] = {}
+        """Block whose activations are being fetched → time at which they have arrived."""
         self._gradients_on_host_s = 0.0
-        """When the last gradient that leaves will have arrived."""
+        """Time at which the last gradient that was sent has arrived."""
         self._compute_s = 0.0
 
     def simulate(self, max_waiting_s: float = math.inf) -> SimulatedWindow | None:
         begin, compute_before = self._machine.now, self._compute_s
-        latest_waiting = begin - compute_before + max_waiting_s  # the clock, less what was computed
+        latest_waiting = begin - compute_before + max_waiting_s  # upper limit of (clock - time computed)
         table, count = self._step.table, len(self._step.weight_bytes)
         simulated = min(table.micro_batches, SIMULATED_MICRO_BATCHES)
         passes = [*((b, False) for b in range(count)), *((b, True) for b in reversed(range(count)))]
@@ -121,6 +135,7 @@ class _WindowSimulator:
     # ── forward and backward ─────────────────────────────────────────────────────────────────────────────────────
 
     def _run_use(self, uses: list[tuple[int, bool]], number: int, first: bool) -> None:
+        """One pass of one block. `uses` are (block, is backward); `first`: it belongs to the first micro-batch."""
         step, choice, machine = self._step, self._choice, self._machine
         block, backward = uses[number]
         if block == 0 and not backward:
@@ -143,6 +158,8 @@ class _WindowSimulator:
             self._compute(recompute_s + step.backward_s[block])
         else:
             self._compute(step.forward_s[block])
+        # The slot is free for another block, unless this one is used again within the prefetch distance (the last block
+        # of the forward pass is the first of the backward pass).
         if choice.streamed[block] and all(other != block for other, _ in uses[number + 1 : number + choice.ahead + 1]):
             del self._slot_ready_s[block]
         self._send_to_host(block, backward, first)
@@ -156,7 +173,7 @@ class _WindowSimulator:
                 self._machine.wait_until(until)
                 self._on_host_only.add(sent_block)
         if backward and self._offloaded_gradients[block]:
-            if not first:  # what is at home comes to be added to
+            if not first:  # gradients of earlier micro-batches are fetched, to add these to them
                 self._machine.wait_until(self._machine.start_copy(self._offloaded_gradients[block], True))
             self._gradients_on_host_s = self._send_gradients(self._offloaded_gradients[block])
 
@@ -166,6 +183,7 @@ class _WindowSimulator:
         return done_s
 
     def _make_room(self, need: int) -> None:
+        """Waits for gradients on their way to the host, oldest first, until `need` bytes fit beside the rest."""
         in_flight, machine = self._gradients_in_flight, self._machine
         in_flight_bytes = sum(nbytes for _, nbytes in in_flight) if in_flight else 0
         while in_flight and (in_flight[0][0] <= machine.now or need + in_flight_bytes > self._gpu_bytes):
@@ -192,7 +210,7 @@ class _WindowSimulator:
             self._compute(self._step.update_s)
 
     def _update_on_host(self) -> None:
-        """When the last gradient is there; weights that live on the GPU come there anew."""
+        """The CPU steps when the last gradient has arrived; weights that stay on the GPU are then copied there."""
         step, machine = self._step, self._machine
         resident = sum(step.trained_bytes) - sum(step.streamed_trained_bytes(self._choice))
         machine.wait_until(self._gradients_on_host_s)
@@ -200,7 +218,10 @@ class _WindowSimulator:
         machine.wait_until(machine.start_copy(resident, True))
 
     def _update_by_pieces(self) -> None:
-        """Each piece comes while the one before is stepped, and goes home while the next is; gradients do not go."""
+        """A piece arrives while the one before it is stepped, and leaves while the next one is. Gradients do not return.
+
+        The next piece's fetch starts after the piece before the current one has been sent: both use the link.
+        """
         step, machine, pieces = self._step, self._machine, self._needs.update_piece_bytes
         offloaded_gradients = step.offloaded_gradient_bytes(self._choice)
         order = [b for b in range(len(pieces)) if step.trained_bytes[b]]

@@ -1,8 +1,8 @@
-"""A step in one table, block by block: what a plan is made from, whoever knew it (a trace, or a test's own hand).
+"""One optimizer step as a table of costs by block: the input of planning. Built from a trace, or by hand in tests.
 
-A block is a piece of the denoiser that runs as a whole and can be recomputed as a whole; what runs before the first and
-after the last is a block too. Figures are of one micro-batch in which every activation is kept: what recomputing or
-sending away would change is worked out from them.
+A block is a part of the denoiser that runs as a whole and can be recomputed as a whole, usually a transformer block;
+what runs before the first and after the last one is a block too. Figures are for one micro-batch in which every
+activation is kept; the effect of recomputing or offloading is derived from them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class OperatorWork:
-    """What operators do, whatever machine they do it on."""
+    """The work of some operators, independent of the machine."""
 
     matmul_flops: float = 0.0
-    """Of matrix products and attention: what tensor cores do, in the precision of the run."""
+    """Operations of matrix products and attention, which tensor cores compute in the precision of the run."""
     other_flops: float = 0.0
     gpu_bytes: float = 0.0
-    """Read and written in the memory that the GPU computes from, each operator by itself."""
+    """Bytes that operators read from and write to GPU memory, without reuse between operators."""
     operators: int = 0
 
     def __add__(self, other: OperatorWork) -> OperatorWork:
@@ -33,50 +33,50 @@ class OperatorWork:
 @dataclass(frozen=True, slots=True)
 class BlockCosts:
     name: str
-    """As in the module: `blocks.7`; `(before)` and `(after)` for what no block holds."""
+    """As in the module: `blocks.7`; `(before)` and `(after)` for operators outside all blocks."""
     frozen_bytes: int
-    """Weights that are not trained."""
+    """Frozen weights."""
     trained_bytes: int
-    """Parameters that are."""
+    """Trained parameters."""
     gradient_bytes: int
     state_bytes: int
-    """What the optimizer keeps about them, with averages."""
+    """Optimizer state and EMA weights of the trained parameters."""
     saved_bytes: int
-    """Activations that the forward pass leaves for the backward pass, if nothing is recomputed."""
+    """Activations that the forward pass saves for the backward pass, without recomputation."""
     input_bytes: int
-    """What recomputing the block would start from and must stay then; among what is saved, or instead of it."""
+    """Inputs of the block that must be kept if it is recomputed: a part of the saved bytes, or instead of them."""
     forward: OperatorWork
     backward: OperatorWork
     """Without recomputation."""
     forward_peak_bytes: int
-    """The most that its forward pass takes at once beyond what it and the blocks before it save."""
+    """Peak of its forward pass beyond what it and the blocks before it save."""
     backward_peak_bytes: int
-    """The same of its backward pass, with what they saved still there."""
+    """Peak of its backward pass beyond the same, with all of it still in memory."""
     recomputable: bool = True
-    """Whether it can be run again in the backward pass, as a whole."""
+    """Whether the backward pass can run the block's forward pass again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTable:
-    """One optimizer step of one expert."""
+    """One optimizer step of one expert, with `micro_batches` forward and backward passes."""
 
     phase: str
     """`train high_noise`."""
     blocks: tuple[BlockCosts, ...]
     """In the order of the forward pass."""
     batch_bytes: int
-    """Of one micro-batch."""
+    """The tensors of one micro-batch."""
     micro_batches: int
-    """In the largest window of the run."""
+    """Micro-batches of the largest window of the run."""
     update: OperatorWork
-    """Clipping, the optimizer's step and averages, once a window."""
+    """Gradient clipping, the optimizer's step and EMA, once per window."""
     update_peak_bytes: int
-    """Of tensors that live within it only, the most at once."""
+    """Peak of the temporaries of the update."""
     idle_bytes: int = 0
-    """Weights, gradients' and optimizer's bytes of experts that are not in training in this phase."""
+    """Weights and optimizer state of experts that are not trained in this phase."""
     by_pieces: bool = True
-    """Whether the optimizer can step some parameters before others. Where it cannot, what comes to the GPU for its step
-    comes all at once."""
+    """Whether the optimizer can step some parameters before others. If not, everything that is copied to the GPU for
+    the step is there at once."""
 
     @property
     def weight_bytes(self) -> int:

@@ -1,14 +1,16 @@
-"""Traces of phases by what decides them: asked twice, or for two experts that are alike, a step is traced once.
+"""Traces of a run's phases from a cache: each step that differs in memory or work is traced once.
 
-A key is the settings that change a tensor or an operator, the configs of the modules, the shape of the batch and the
-device. What changes values only (rates, seeds, files of weights) is no part of it.
+A cache key holds the settings that change a tensor or an operator, the configs of the modules, the shape of the batch
+and the device. What changes only values (learning rates, seeds, weight files) is not part of the key, so two experts
+with equal modules share a trace.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from supertuner.config.settings.model import ExpertAdapterSettings
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.types import JSON
 from supertuner.models.adapters import attach as adapters
@@ -23,157 +25,136 @@ from supertuner.plan.trace.inference_phases import (
 )
 from supertuner.plan.trace.recorder import TracedDevice
 from supertuner.plan.trace.trace_store import TraceCache
-from supertuner.plan.trace.training_step import trace_training_step
+from supertuner.plan.trace.training_step import trace_training_step, with_checkpointing
 
-IGNORED_ADAPTER_SETTINGS = {"start_from", "frozen", "high_noise", "low_noise"}
-"""Of an adapter's settings: files, and what `for_expert` has chosen from already."""
-
-
-def cached_training_trace(
-    cache: TraceCache,
-    config: RunConfig,
-    family: Family,
-    model: ModelDescription,
-    expert: Expert,
-    shape: BatchShape,
-    *,
-    device: TracedDevice,
-    checkpointing: bool | None = None,
-    micro_batches: int = 1,
-    shape_label: str = "",
-) -> ExecutionTrace:
-    """`trace_training`, or what was kept of it. `of` is for people: what the shape is called."""
-    recomputed = config.train.gradient_checkpointing if checkpointing is None else checkpointing
-    description = {
-        **_phase_key("train", family, device),
-        **_expert_key(config, model, expert),
-        "shape": str(shape),
-        "checkpointing": recomputed,
-        "micro_batches": micro_batches,
-        "objective": config.objective.model_dump(mode="json"),
-        "max_grad_norm": config.train.max_grad_norm is not None,
-    }
-    trace = cache.get_or_create(
-        description,
-        lambda: trace_training_step(
-            config,
-            family,
-            model,
-            expert,
-            shape,
-            checkpointing=checkpointing,
-            micro_batches=micro_batches,
-            device=device,
-        ),
-        f"a step of {expert.name}{shape_label and ' with ' + shape_label}",
-    )
-    return replace(trace, phase=f"train {expert.name}")
+ADAPTER_FILES = {"start_from", "frozen"}
+"""Adapter settings that are not part of a key: their values do not change the trace."""
 
 
-def cached_media_trace(
-    cache: TraceCache,
-    family: Family,
-    model: ModelDescription,
-    media_shape: tuple[int, ...],
-    *,
-    device: TracedDevice,
-    shape_label: str = "a sample",
-) -> ExecutionTrace:
-    """`trace_media`, or what was kept of it."""
-    description = {
-        **_phase_key("media", family, device),
-        "config": _config_key(model.configs["vae"]),
-        "shape": list(media_shape),
-    }
-    description["conditioned"] = model.needs_first_frame
-    return cache.get_or_create(
-        description,
-        lambda: trace_media_encoding(family, model, media_shape, device=device),
-        f"the encoding of {shape_label}",
-    )
+@dataclass(frozen=True, eq=False, slots=True)
+class CachedTraces:
+    """The traces of one configured model on one kind of device.
 
+    `label` arguments are for people: they name the shape in the progress line while it is traced.
+    """
 
-def cached_text_trace(
-    cache: TraceCache,
-    config: RunConfig,
-    family: Family,
-    model: ModelDescription,
-    *,
-    device: TracedDevice,
-    reference_shape: tuple[int, ...] | None = None,
-    text_tokens: int | None = None,
-) -> ExecutionTrace:
-    """`trace_text`, or what was kept of it."""
-    description = {
-        **_phase_key("text", family, device),
-        "configs": _text_encoder_key(model),
-        "precision": config.train.mixed_precision,
-        "picture": None if reference_shape is None else list(reference_shape),
-        "tokens": model.source.assumed_caption_tokens if text_tokens is None else text_tokens,
-    }
-    return cache.get_or_create(
-        description,
-        lambda: trace_text_encoding(
-            config, family, model, reference_shape=reference_shape, text_tokens=text_tokens, device=device
-        ),
-        "the encoding of a caption",
-    )
+    cache: TraceCache
+    config: RunConfig
+    family: Family
+    model: ModelDescription
+    device: TracedDevice
 
+    def training(
+        self,
+        expert: Expert,
+        shape: BatchShape,
+        *,
+        checkpointing: bool | None = None,
+        micro_batches: int = 1,
+        label: str = "",
+    ) -> ExecutionTrace:
+        """One optimizer step of `expert`. `checkpointing` overrides `train.gradient_checkpointing`."""
+        config = self.config if checkpointing is None else with_checkpointing(self.config, checkpointing)
+        description = {
+            **self._phase_key("train"),
+            **self._expert_key(expert),
+            "shape": str(shape),
+            "checkpointing": config.train.gradient_checkpointing,
+            "micro_batches": micro_batches,
+            "objective": config.objective.model_dump(mode="json"),
+            "max_grad_norm": config.train.max_grad_norm is not None,
+        }
+        trace = self.cache.get_or_create(
+            description,
+            lambda: trace_training_step(
+                config, self.family, self.model, expert, shape, micro_batches=micro_batches, device=self.device
+            ),
+            f"a step of {expert.name}{label and ' with ' + label}",
+        )
+        return replace(trace, phase=f"train {expert.name}")
 
-def cached_sampling_trace(
-    cache: TraceCache,
-    config: RunConfig,
-    family: Family,
-    model: ModelDescription,
-    shape: BatchShape,
-    *,
-    device: TracedDevice,
-    shape_label: str = "",
-) -> SampleTrace:
-    """`trace_sampling`, or what was kept of it."""
-    description = {
-        **_phase_key("sample", family, device),
-        "experts": [_expert_key(config, model, expert) for expert in model.experts],
-        "trained": config.model.experts,
-        "configs": _text_encoder_key(model),
-        "vae": _config_key(model.configs["vae"]),
-        "shape": str(shape),
-        "guided": config.validation.guidance_scale > 1,
-    }
-    trace = cache.get_or_create(
-        description,
-        lambda: trace_sampling(config, family, model, shape, device=device).trace,
-        f"a sample{shape_label and ' of ' + shape_label}",
-    )
-    return SampleTrace(trace)
+    def media(self, media_shape: tuple[int, ...], label: str = "a sample") -> ExecutionTrace:
+        """Encoding one sample of this shape (CHW or CFHW)."""
+        description = {
+            **self._phase_key("media"),
+            "config": _config_key(self.model.configs["vae"]),
+            "shape": list(media_shape),
+            "conditioned": self.model.needs_first_frame,
+        }
+        return self.cache.get_or_create(
+            description,
+            lambda: trace_media_encoding(self.family, self.model, media_shape, device=self.device),
+            f"the encoding of {label}",
+        )
 
+    def text(self, reference_shape: tuple[int, ...] | None = None, text_tokens: int | None = None) -> ExecutionTrace:
+        """Encoding one caption. `reference_shape`: of the image that an editing model receives with it."""
+        description = {
+            **self._phase_key("text"),
+            "configs": self._text_encoder_key(),
+            "precision": self.config.train.mixed_precision,
+            "picture": None if reference_shape is None else list(reference_shape),
+            "tokens": self.model.source.assumed_caption_tokens if text_tokens is None else text_tokens,
+        }
+        return self.cache.get_or_create(
+            description,
+            lambda: trace_text_encoding(
+                self.config,
+                self.family,
+                self.model,
+                reference_shape=reference_shape,
+                text_tokens=text_tokens,
+                device=self.device,
+            ),
+            "the encoding of a caption",
+        )
 
-def _phase_key(name: str, family: Family, device: TracedDevice) -> dict[str, JSON]:
-    return {"phase": name, "family": family.name, "device": repr(device)}
+    def sampling(self, shape: BatchShape, label: str = "") -> SampleTrace:
+        """Generating one sample at a validation."""
+        description = {
+            **self._phase_key("sample"),
+            "experts": [self._expert_key(expert) for expert in self.model.experts],
+            "trained": self.config.model.experts,
+            "configs": self._text_encoder_key(),
+            "vae": _config_key(self.model.configs["vae"]),
+            "shape": str(shape),
+            "guided": self.config.validation.guidance_scale > 1,
+        }
+        trace = self.cache.get_or_create(
+            description,
+            lambda: trace_sampling(self.config, self.family, self.model, shape, device=self.device).trace,
+            f"a sample{label and ' of ' + label}",
+        )
+        return SampleTrace(trace)
 
+    def _phase_key(self, name: str) -> dict[str, JSON]:
+        return {"phase": name, "family": self.family.name, "device": repr(self.device)}
 
-def _expert_key(config: RunConfig, model: ModelDescription, expert: Expert) -> dict[str, JSON]:
-    """What is trained of an expert, and how."""
-    settings = adapters.settings_for_expert(config.adapter, expert.name)
-    return {
-        "config": _config_key(model.configs[expert.component]),
-        "class": str(model.configs[""][expert.component]),
-        "index": _config_key({key: value for key, value in model.configs[""].items() if not isinstance(value, list)}),
-        "adapter": settings.model_dump(mode="json", exclude=IGNORED_ADAPTER_SETTINGS),
-        "base_weights": config.model.base_weights,
-        "left_out": [config.model.compile, config.model.attention],
-        "precision": config.train.mixed_precision,
-        "optimizer": [config.optimizer.name, config.optimizer.weight_decay],
-        "averaged": config.train.ema_decay is not None,
-        "prior": any(dataset.prior for dataset in config.datasets),
-        "told": [model.needs_first_frame, model.edits_images, model.micro_conditioning, model.prediction],
-    }
+    def _expert_key(self, expert: Expert) -> dict[str, JSON]:
+        """What is trained of an expert, and how."""
+        config, model = self.config, self.model
+        settings = adapters.settings_for_expert(config.adapter, expert.name)
+        resolved = {name for name, value in settings if isinstance(value, ExpertAdapterSettings)}
+        index = {key: value for key, value in model.configs[""].items() if not isinstance(value, list)}
+        return {
+            "config": _config_key(model.configs[expert.component]),
+            "class": str(model.configs[""][expert.component]),
+            "index": _config_key(index),
+            "adapter": settings.model_dump(mode="json", exclude=ADAPTER_FILES | resolved),
+            "base_weights": config.model.base_weights,
+            "left_out": [config.model.compile, config.model.attention],
+            "precision": config.train.mixed_precision,
+            "optimizer": [config.optimizer.name, config.optimizer.weight_decay],
+            "averaged": config.train.ema_decay is not None,
+            "prior": any(dataset.prior for dataset in config.datasets),
+            "told": [model.needs_first_frame, model.edits_images, model.micro_conditioning, model.prediction],
+        }
 
-
-def _text_encoder_key(model: ModelDescription) -> dict[str, JSON]:
-    return {part: _config_key(config) for part, config in model.configs.items() if part.startswith("text_encoder")}
+    def _text_encoder_key(self) -> dict[str, JSON]:
+        configs = self.model.configs
+        return {part: _config_key(configs[part]) for part in configs if part.startswith("text_encoder")}
 
 
 def _config_key(config: Any) -> JSON:
-    """A config as it stands in a file, without what names where it came from."""
+    """A module's config as it stands in its file, without the path that it was loaded from."""
     return {str(key): str(value) for key, value in config.items() if not str(key).startswith("_name_or_path")}

@@ -142,7 +142,7 @@ def _with_fp32_output(compute: OperatorFunction) -> OperatorFunction:
 
 
 def _scaled_dot_product_attention(capability: tuple[int, int]) -> OperatorFunction:
-    def attend(
+    def attend(  # many parameters: torch's signature
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

@@ -29,6 +29,7 @@ from supertuner.plan.trace.training_step import (
     fake_batch,
     register_optimizer_state,
     traceable_config,
+    with_checkpointing,
 )
 from supertuner.step.expert_setup import build_step_options, selected_experts
 from supertuner.step.precision import ComputePrecision
@@ -110,7 +111,7 @@ def trace_sampling(
 ) -> SampleTrace:
     """A sample of the batch's shape, made in the middle of training: what is trained, its optimizer's state, and all
     parts of the pipeline are in memory at once."""
-    config, model = traceable_config(config, checkpointing=False), without_weights(model)
+    config, model = traceable_config(with_checkpointing(config, False)), without_weights(model)
     precision = ComputePrecision(config.train.mixed_precision, CPU)
     guided = config.validation.guidance_scale > 1
     guides_in_one_batch = family.batched_guidance and guided
@@ -218,8 +219,10 @@ def _decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
 
 
 def _track_encoder(recorder: TraceRecorder, encoder: object) -> None:
-    """Count the weights of every module that an encoder holds."""
-    for module in _find_modules(vars(encoder)):
+    """Count the weights of every module that an encoder holds in its attributes, also in lists and dictionaries."""
+    modules = list(_find_modules(vars(encoder)))
+    assert modules, f"{type(encoder).__name__} holds no module in its attributes: its weights would not be counted"
+    for module in modules:
         recorder.track_module(module, {})
 
 

@@ -41,6 +41,8 @@ LIBRARIES: Final = (
     "prodigyopt",
     "schedulefree",
 )
+PACKAGE: Final = Path(__file__).parents[2]
+TRACED_PACKAGES: Final = ("models", "optim", "step", "plan")
 TENSOR_COLUMNS: Final[Mapping[str, Any]] = {
     "nbytes": np.int64,
     "birth": np.int64,
@@ -97,12 +99,15 @@ def program_versions() -> dict[str, str]:
     """Of everything whose code runs in a trace; of our own, its content."""
     library_versions = {name: version(name) for name in LIBRARIES}
     sources = xxhash.xxh3_128()
-    package = Path(__file__).parents[1]
-    for subpackage in ("models", "optim", "step", "plan"):
-        for file in sorted((package / subpackage).rglob("*.py")):
-            sources.update(file.relative_to(package).as_posix().encode())
-            sources.update(file.read_bytes())
+    for file in traced_source_files():
+        sources.update(file.relative_to(PACKAGE).as_posix().encode())
+        sources.update(file.read_bytes())
     return {**library_versions, "supertuner": sources.hexdigest()}
+
+
+def traced_source_files() -> list[Path]:
+    """The files of this program whose code decides what a trace contains."""
+    return [file for name in TRACED_PACKAGES for file in sorted((PACKAGE / name).rglob("*.py"))]
 
 
 def serialize_trace(trace: ExecutionTrace, key: str) -> bytes:

@@ -39,12 +39,11 @@ def trace_training_step(
     expert: Expert,
     shape: BatchShape,
     *,
-    checkpointing: bool | None = None,
     micro_batches: int = 1,
     device: TracedDevice | None = None,
 ) -> ExecutionTrace:
-    """One optimizer step of an expert. `checkpointing`: instead of what the configuration says."""
-    original_config, config, model = config, traceable_config(config, checkpointing), without_weights(model)
+    """One optimizer step of an expert."""
+    original_config, config, model = config, traceable_config(config), without_weights(model)
     device = device or PlainCpuDevice()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     expert_state = build_fake_expert_state(config, family, model, expert, mode)
@@ -69,10 +68,12 @@ def trace_training_step(
                 recorder.mark_micro_batches(batch for _ in range(micro_batches)),
                 samples=shape.samples * micro_batches,
                 learning_rate=expert_state.optimizer.base_learning_rate,
-                options=build_step_options(
-                    config, family, model, ComputePrecision(config.train.mixed_precision, CPU), NullSink()
+                options=replace(
+                    build_step_options(
+                        config, family, model, ComputePrecision(config.train.mixed_precision, CPU), NullSink()
+                    ),
+                    copy_to_host=fetch,
                 ),
-                copy_to_host=fetch,
             )
         register_optimizer_state(recorder, expert_state)
     return recorder.build_trace(
@@ -103,13 +104,16 @@ def build_fake_expert_state(
         return build_expert_state(config, expert, replace(trained, parameters=parameters), precision)
 
 
-def traceable_config(config: RunConfig, checkpointing: bool | None) -> RunConfig:
-    """The configuration without what changes no memory of the step and cannot run on fake tensors."""
-    train = config.train
-    if checkpointing is not None:
-        train = train.model_copy(update={"gradient_checkpointing": checkpointing})
+def with_checkpointing(config: RunConfig, checkpointing: bool) -> RunConfig:
+    """The configuration with another value of `train.gradient_checkpointing`."""
+    train = config.train.model_copy(update={"gradient_checkpointing": checkpointing})
+    return config.model_copy(update={"train": train})
+
+
+def traceable_config(config: RunConfig) -> RunConfig:
+    """The configuration without the settings that cannot run on fake tensors; they change no memory of the step."""
     return config.model_copy(
-        update={"train": train, "model": config.model.model_copy(update={"compile": False, "attention": "native"})}
+        update={"model": config.model.model_copy(update={"compile": False, "attention": "native"})}
     )
 
 

@@ -1,1 +1,1 @@
-"""Baselines: what a configuration's training takes today, kept, and judged against what it takes later or elsewhere."""
+"""Baselines: stored measurements of a configuration's training, and comparisons of later measurements with them."""

@@ -44,7 +44,9 @@ from supertuner.tools.baseline.store import Baseline, find_baseline, load_baseli
 
 STORED_NOTE: Final = "judged by the stored measurements"
 TIME_FIGURES: Final = ("step", "time per sample", "start")
-MEASURED_APART_NOTE: Final = "the two sides were measured at different times, so differences in machine load are included"
+MEASURED_APART_NOTE: Final = (
+    "the two sides were measured at different times, so differences in machine load are included"
+)
 
 
 def check_baseline(

@@ -1,4 +1,4 @@
-"""A baseline as a person wants to read it, in Markdown: what it is worth first, what it was made of after."""
+"""A baseline as a Markdown report: measured figures first, then settings, machine and versions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LOSSES_SHOWN = 5
 
 
 def baseline_report(baseline: Baseline, files: Sequence[str] = ()) -> str:
-    """The whole report."""
+    """The whole report; `files` are the additional files in the baseline's folder."""
     return "\n".join([*baseline_summary(baseline), *_details(baseline, files)]) + "\n"
 
 
 def baseline_summary(baseline: Baseline) -> list[str]:
-    """What was measured: the part that is shown on a screen."""
+    """The measured figures: the part that the console shows."""
     count, when = len(baseline.jobs), readable_time(baseline.captured_at)
     title = f"{count} × {baseline.steps:,} steps" if count > 1 else f"{baseline.steps:,} steps, once"
     return [
@@ -50,7 +50,7 @@ def code_text(baseline: Baseline) -> str:
     version = baseline.jobs[0].versions.get("supertuner", "?")
     if baseline.commit is None:
         return f"SuperTuner {version}"
-    changed = ", with changes that are not committed" if baseline.commit.endswith("+") else ""
+    changed = ", with uncommitted changes" if baseline.commit.endswith("+") else ""
     return f"SuperTuner {version} at {baseline.commit[:10]}{changed}"
 
 
@@ -67,26 +67,26 @@ def _figure_rows(baseline: Baseline) -> Iterator[list[str]]:
     yield row("throughput", "samples/s", lambda job: job.samples_per_s)
     yield row("step, median", "s", steps(0.5))
     for share in (0.1, 0.9, 0.99):
-        yield row(f"step, {100 * share:.0f} % are below", "s", steps(share))
+        yield row(f"step, {100 * share:.0f}th percentile", "s", steps(share))
     yield row("step, longest", "s", steps(1.0))
-    yield row("waiting for data, of a step", "%", lambda job: 100 * data_wait_share(job))
+    yield row("share of a step spent waiting for data", "%", lambda job: 100 * data_wait_share(job))
     for cold in (False, True):
         starts = [job.start.first_step_s for job in jobs if job.start.cold is cold]
         if starts:
-            name = "start, data encoded on the way" if cold else "start, data ready"
+            name = "start, with data encoding" if cold else "start, data ready"
             yield [
                 name,
                 *(format_amount(value, "s") for value in (statistics.median(starts), min(starts), max(starts))),
             ]
     if baseline.cold_start_s is not None:
-        yield ["start, the first of all", format_amount(baseline.cold_start_s, "s"), "–", "–"]
+        yield ["start, preparation run", format_amount(baseline.cold_start_s, "s"), "–", "–"]
     kinds = dict.fromkeys(kind for job in jobs for kind in job.peaks)
     for kind in sorted(kinds, key=lambda kind: -max(job.peaks.get(kind, 0) for job in jobs)):
         yield row(f"peak {kind}", "bytes", lambda job, kind=kind: job.peaks.get(kind, 0))  # type: ignore[misc]
 
 
 def data_wait_share(job: MeasuredJob) -> float:
-    """The share of its steps' time that a job waited for batches."""
+    """The share of step time that a job spent waiting for batches."""
     counted = job.steps[1:] or job.steps
     return sum(step.waited_s for step in counted) / sum(step.seconds for step in counted)
 
@@ -95,11 +95,11 @@ def _losses_line(baseline: Baseline) -> str:
     losses = [step.loss for step in baseline.jobs[0].steps]
     finite_losses = [loss for loss in losses if loss is not None]
     if not finite_losses:
-        return "Losses: none is a number (NaN or infinite), from step 1 on."
+        return "Losses: all are NaN or infinite, from step 1 on."
     last = statistics.fmean(finite_losses[-10:])
     text = f"Losses: {finite_losses[0]:.4f} at first, {last:.4f} on average over the last {len(finite_losses[-10:])}"
     if None in losses:
-        not_finite_text = f"{losses.count(None)} of {len(losses)} are no numbers (NaN or infinite), first at step"
+        not_finite_text = f"{losses.count(None)} of {len(losses)} are NaN or infinite, first at step"
         text = f"{text}; {not_finite_text} {losses.index(None) + 1}"
     if len(baseline.jobs) < 2:
         return f"{text}."
@@ -117,7 +117,7 @@ def _details(baseline: Baseline, files: Sequence[str]) -> Iterator[str]:
             *markdown_table(["outcome", "hints"], [[k, f"{v:,}"] for k, v in hints.items()]),
         ]
     yield from ["", "## Loss", "", *_loss_table(baseline.jobs[0])]
-    yield from ["", "## Settings given", "", *_settings_block(baseline.config)]
+    yield from ["", "## Settings of the configuration", "", *_settings_block(baseline.config)]
     machine = [[name, _value_text(value)] for name, value in baseline.machine.items() if value not in (None, [])]
     yield from ["", "## Machine", "", *markdown_table(["fact", "value"], machine)]
     if baseline.environment:
@@ -126,7 +126,7 @@ def _details(baseline: Baseline, files: Sequence[str]) -> Iterator[str]:
     yield from ["", "## Versions", "", *markdown_table(["package", "version"], versions)]
     yield from ["", "## Notes", "", *(f"- {note}" for note in baseline.notes)]
     if files:
-        yield f"- beside this file: baseline.json, steps.jsonl (every step), config.json, {', '.join(files)}"
+        yield f"- other files in this folder: baseline.json, steps.jsonl (every step), config.json, {', '.join(files)}"
 
 
 def _loss_table(job: MeasuredJob) -> list[str]:

@@ -1,6 +1,6 @@
-"""Which code is measured: this one, another revision of this checkout, another checkout, or another environment's.
+"""Finds the code to measure: the current one, a git revision of this checkout, another checkout or environment.
 
-Another revision is written out into a folder of its own, never checked out: nothing of the working tree is touched.
+Another revision is exported into a temporary folder and never checked out: the working tree stays untouched.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ PACKAGE_DIR: Final = Path(supertuner.__file__).resolve().parent
 
 
 def current_code(environ: Mapping[str, str]) -> JobCommand:
-    """The code that runs now."""
-    return _job_command("the code here", sys.executable, PACKAGE_DIR.parent, environ)
+    """The package that this process runs."""
+    return _job_command("the current code", sys.executable, PACKAGE_DIR.parent, environ)
 
 
 @contextmanager
 def other_code(code_name: str, environ: Mapping[str, str]) -> Iterator[JobCommand]:
-    """Code by a name: a folder that holds the package, an environment's python, or a git revision of this checkout."""
+    """Code by name: a folder that holds the package, the python of another environment, or a git revision of this
+    checkout. Raises BaselineError if the name is none of these, or if that code is older than baselines."""
     path = Path(code_name).expanduser()
     if code_name and (path / "supertuner").is_dir():
         _require_job_module(path, code_name)
@@ -40,7 +41,8 @@ def other_code(code_name: str, environ: Mapping[str, str]) -> Iterator[JobComman
         commit = resolve_commit(code_name)
         if commit is None:
             raise BaselineError(
-                f"{code_name!r} is no folder with a supertuner in it, no python, and no git revision of {PACKAGE_DIR.parent}"
+                f"{code_name!r} is not a folder with a supertuner package, not a python, and not a git revision of "
+                f"{PACKAGE_DIR.parent}; name one of these"
             )
         with TemporaryDirectory(prefix="supertuner-code-") as folder:
             _export_commit(commit, Path(folder))
@@ -49,7 +51,7 @@ def other_code(code_name: str, environ: Mapping[str, str]) -> Iterator[JobComman
 
 
 def resolve_commit(revision: str) -> str | None:
-    """The commit that a revision of this checkout is; None: no such, or no checkout."""
+    """The commit hash of a revision of this checkout; None if there is no such revision or no checkout."""
     if not (PACKAGE_DIR.parent / ".git").exists() or revision.startswith("-"):
         return None
     commit = _git_output("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
@@ -57,7 +59,7 @@ def resolve_commit(revision: str) -> str | None:
 
 
 def current_commit() -> str | None:
-    """The commit of the code that runs now, with `+` where files of the package are others; None: no checkout."""
+    """The commit of the current code, with `+` if the package has uncommitted changes; None without a checkout."""
     commit = resolve_commit("HEAD")
     if commit is None:
         return None
@@ -70,18 +72,18 @@ def _job_command(title: str, python: str, path: Path | None, environ: Mapping[st
         child_environ["PYTHONPATH"] = ":".join(
             [str(path), *([environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else [])]
         )
-    # -P: the folder that the command is given in must not come before it
+    # -P keeps the working directory off sys.path, where another supertuner could shadow the requested one.
     return JobCommand(title, (python, "-P", "-m", JOB_MODULE), child_environ, path)
 
 
 def _export_commit(commit: str, folder: Path) -> None:
-    """The package at a commit, with its libraries in C: those here where their sources are the same, else built."""
+    """Export the package at a commit. Its C libraries are copied from here if their sources are equal, else built."""
     archive = folder / "code.tar"
     _git_output("archive", "--format=tar", f"--output={archive}", commit, "supertuner", "setup.py", "pyproject.toml")
     unpacked = subprocess.run(["tar", "-xf", str(archive), "-C", str(folder)], capture_output=True, check=False)
-    if unpacked.returncode != 0:  # git has left a file all the same
-        lacks = "it lacks supertuner, setup.py or pyproject.toml"
-        raise BaselineError(f"git cannot write out {commit[:10]}: {lacks}; name a later revision")
+    if unpacked.returncode != 0:  # git archive fails after it has created an empty file
+        reason = "it lacks supertuner, setup.py or pyproject.toml"
+        raise BaselineError(f"git cannot export {commit[:10]}: {reason}; name a later revision")
     archive.unlink()
     sources = [*PACKAGE_DIR.rglob("*.c"), *PACKAGE_DIR.rglob("*.h"), PACKAGE_DIR.parent / "setup.py"]
     root = PACKAGE_DIR.parent
@@ -94,7 +96,7 @@ def _export_commit(commit: str, folder: Path) -> None:
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     built = subprocess.run(build, cwd=folder, capture_output=True, text=True, check=False)
     if built.returncode != 0:
-        raise BaselineError(f"the C parts of {commit[:10]} cannot be built: {built.stderr.strip()[-500:]}")
+        raise BaselineError(f"the C extensions of {commit[:10]} cannot be built: {built.stderr.strip()[-500:]}")
 
 
 def _same_content(file: Path, other: Path) -> bool:
@@ -103,11 +105,11 @@ def _same_content(file: Path, other: Path) -> bool:
 
 def _require_job_module(folder: Path, code_name: str) -> None:
     if not (folder / "supertuner/tools/baseline/job.py").is_file():
-        raise BaselineError(f"{code_name} is older than baselines: it cannot be measured; name a later one")
+        raise BaselineError(f"{code_name} has no `supertuner baseline` yet and cannot be measured; name later code")
 
 
 def _git_output(*arguments: str) -> str:
-    """What git says; nothing where it fails, or is not here."""
+    """The standard output of a git command; empty if it fails or git is not installed."""
     try:
         completed = subprocess.run(
             ["git", "-C", str(PACKAGE_DIR.parent), *arguments], capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""What a comparison found: as Markdown, which reads well on a screen too, and as JSON. Pure."""
+"""The result of a comparison as Markdown, which is also what the console shows, and as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def as_json(title: str, result: ComparisonResult) -> dict[str, JSON]:
 
 
 def headline(result: ComparisonResult) -> list[str]:
-    """The answer, a line for each finding: times, what is learnt, hints."""
+    """The verdict, one line per finding: times and memory, losses, hints."""
     lines = []
     if result.worse:
         lines.append(f"WORSE: {'; '.join(map(_finding, result.worse))}.")
     if result.losses_differ:
-        lines.append(f"LEARNS SOMETHING ELSE: {result.losses.words}.")
+        lines.append(f"LOSSES DIFFER: {result.losses.words}.")
     if result.hints is not None:
         lines.append(f"MORE HINTS FAIL: {result.hints}.")
     if not result.times_comparable:
-        lines.append("UNDECIDED: times cannot be compared; see below.")
+        lines.append("UNDECIDED: times cannot be compared; the notes below give the reason.")
     elif result.undecided:
-        names = ", ".join(one.name for one in result.undecided)
-        lines.append(f"UNDECIDED: {names}: the noise is too large to tell; more repeats, or a quieter machine.")
+        names = ", ".join(figure.name for figure in result.undecided)
+        lines.append(f"UNDECIDED: {names}: too much noise; use more repeats, or a quieter machine.")
     better = [one for one in result.figures if one.verdict is RegressionVerdict.BETTER]
     if better:
         lines.append(f"better: {'; '.join(map(_finding, better))}.")
@@ -84,7 +84,7 @@ def _lines(title: str, result: ComparisonResult) -> Iterator[str]:
     rounds = f"{result.rounds} round{'s' if result.rounds != 1 else ''}"
     yield f"- measured: {result.method}; {rounds}"
     if result.rounds == 1:
-        yield "- one round: how much one process differs from the next is not in these intervals"
+        yield "- one round only: the intervals do not include the variation between processes"
     yield from (f"- {one.name}: {one.note}" for one in result.figures if one.note)
     yield from (f"- {note}" for note in result.notes)
 
@@ -106,4 +106,5 @@ def _row(figure: ComparedFigure) -> list[str]:
 
 def _finding(figure: ComparedFigure) -> str:
     low, high = figure.interval.bounds
-    return f"{figure.name} {format_change(figure.interval.ratio)} (95 % between {format_change(low)} and {format_change(high)})"
+    interval = f"95 % between {format_change(low)} and {format_change(high)}"
+    return f"{figure.name} {format_change(figure.interval.ratio)} ({interval})"

@@ -1,13 +1,14 @@
-"""Ratios with the noise in mind: a middle, and where it could as well lie. Pure: same figures, same interval.
+"""Confidence intervals for ratios of noisy measurements. Pure: equal inputs give equal intervals.
 
-What is compared is logarithms of seconds (or bytes), so that a ratio and its inverse are judged alike. Noise has two
-sources, and both count. Within a process times wander, and not independently from step to step: so neighbouring steps
-are joined to blocks, and blocks are drawn again and again (bootstrap). And no process is quite like another (where its
-memory lies, say): so between repeats there is Student's interval over their middles. The wider of the two is told.
+All computations use logarithms of seconds (or bytes), so that a ratio and its inverse are treated alike. There are two
+sources of noise. Within a process, step times are correlated from step to step; therefore neighbouring steps are joined
+into blocks, and the blocks are resampled (block bootstrap). Between processes, times differ systematically (because of
+memory layout, for example); therefore there is also Student's t interval over the medians of the repeats. The result is
+the wider of the two intervals.
 
-Whoever looks after every round, and ends when a look decides, has as many chances to be fooled as looks. So the error
-is shared out over all `looks` that there may be (Bonferroni): the interval of each look is the wider for it, and all of
-them together hold the truth with the confidence that is told.
+A check that is judged after every round, and stops at the first decision, has one chance of a false decision per look.
+Therefore the error probability is divided by the largest possible number of `looks` (Bonferroni): each look has a wider
+interval, and all looks together have the stated confidence.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ BOOTSTRAP_DRAWS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class RatioInterval:
-    """Of a logarithm of ratios."""
+    """A confidence interval of the logarithm of a ratio."""
 
     middle: float
     low: float
     high: float
 
     def minus(self, other: RatioInterval) -> RatioInterval:
-        """The difference of two that were measured independently."""
+        """The interval of the difference of two independent measurements."""
         middle = self.middle - other.middle
         down = math.hypot(self.middle - self.low, other.high - other.middle)
         up = math.hypot(self.high - self.middle, other.middle - other.low)
@@ -51,7 +52,7 @@ class RatioInterval:
 
 
 def confidence_interval(repeats: Sequence[Sequence[float]], looks: int = 1) -> RatioInterval:
-    """The middle of what repeats gave; each repeat is a list of blocks, of which each is one figure."""
+    """The median over repeats with its confidence interval; each repeat is a list of one value per block."""
     assert repeats and all(repeats), "nothing was measured"
     middles = [statistics.median(blocks) for blocks in repeats]
     middle = statistics.median(middles)
@@ -62,8 +63,8 @@ def confidence_interval(repeats: Sequence[Sequence[float]], looks: int = 1) -> R
 
 
 def reduce_blocks(values: Sequence[float], size: int, *, sums: bool = False) -> list[float]:
-    """Neighbours joined: the median of each whole block of `size`, or their sum; a rest that is no whole block is left
-    out, unless it is all there is."""
+    """The median (or sum) of each block of `size` neighbouring values. An incomplete last block is dropped, unless it
+    is the only one."""
     size = min(size, len(values))
     join = math.fsum if sums else statistics.median
     return [join(values[at : at + size]) for at in range(0, len(values) - size + 1, size)]
@@ -74,7 +75,7 @@ def log_values(values: Sequence[float]) -> list[float]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of them lies, between two neighbours by a straight line."""
+    """The quantile `share` of the values, interpolated linearly."""
     ordered = sorted(values)
     at = share * (len(ordered) - 1)
     below = math.floor(at)
@@ -83,7 +84,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def _bootstrap_interval(repeats: Sequence[Sequence[float]], tail: float) -> tuple[float, float]:
-    """Bootstrap of the blocks within each repeat."""
+    """Bootstrap interval of the median of medians, resampling the blocks within each repeat."""
     import numpy as np
 
     random = np.random.default_rng(len(repeats))
@@ -96,14 +97,14 @@ def _bootstrap_interval(repeats: Sequence[Sequence[float]], tail: float) -> tupl
 
 
 def _half_width_of_repeats(middles: Sequence[float], tail: float) -> float:
-    """Half of Student's interval for the mean of repeats; nothing is known of it from one repeat."""
+    """Half the width of Student's t interval for the mean of repeats; 0 for one repeat, which gives no estimate."""
     if len(middles) < 2:
         return 0.0
     return student_t_quantile(tail, len(middles) - 1) * statistics.stdev(middles) / math.sqrt(len(middles))
 
 
 def student_t_quantile(tail: float, degrees_of_freedom: int) -> float:
-    """What Student's t with so many degrees of freedom exceeds with the probability `tail`, by halving."""
+    """The value that Student's t exceeds with probability `tail`, by bisection."""
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         angle = (low + high) / 2
@@ -112,7 +113,8 @@ def student_t_quantile(tail: float, degrees_of_freedom: int) -> float:
 
 
 def _student_t_tail(angle: float, degrees_of_freedom: int) -> float:
-    """The probability beyond t = tan(angle) √freedom: Abramowitz and Stegun, Handbook, 26.7.3 and 26.7.4."""
+    """P(T > tan(angle) √degrees_of_freedom): Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and
+    26.7.4."""
     cosine, term, total = math.cos(angle), 1.0, 0.0
     for power in range(degrees_of_freedom % 2, degrees_of_freedom - 1, 2):
         term *= 1.0 if power < 2 else (power - 1) / power

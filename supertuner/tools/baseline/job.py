@@ -1,9 +1,9 @@
-"""The process that is measured: the training of a configuration as `supertuner train` does it, with a recorder beside.
+"""The measured process: trains a configuration as `supertuner train` does, with a recorder attached as a sink.
 
-    python -m supertuner.tools.baseline.job ORDER
+    python -m supertuner.tools.baseline.job REQUEST
 
-ORDER is a file (`record.Order`); what was measured is left in the folder that it names. Standard error has what a
-training run says.
+REQUEST is the file of a `record.MeasurementRequest`; the results go into the folder that it names. The console output
+of training goes to standard error.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ RECORDED_PACKAGES: Final = (
     "numpy",
     "safetensors",
 )
-"""Whose versions decide what a step takes and gives."""
+"""Packages whose versions affect a step's time and result."""
 PROFILER_SCHEDULE: Final = (3, 2, 5)
-"""Of the profiler: steps that are left out, that warm it up, and that are in the trace."""
+"""torch.profiler.schedule: steps to wait, to warm up, and to record."""
 EVENTS_FILE: Final = "events.jsonl"
 
 
@@ -85,19 +85,18 @@ def run_measured_training(request: MeasurementRequest) -> None:
 
 
 def open_profiler(trace: Path) -> profile:
-    """Torch's profiler over a few steps; it writes `trace` when it has them."""
+    """torch.profiler over PROFILER_SCHEDULE; it writes the file `trace` after the last recorded step."""
+    import torch
     from torch.profiler import ProfilerActivity, profile, schedule
 
     wait, warmup, active = PROFILER_SCHEDULE
 
-    def keep(done: profile) -> None:
-        done.export_chrome_trace(str(trace))
-
-    import torch
+    def export(finished: profile) -> None:
+        finished.export_chrome_trace(str(trace))
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     steps = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-    return profile(activities=activities, schedule=steps, on_trace_ready=keep)
+    return profile(activities=activities, schedule=steps, on_trace_ready=export)
 
 
 def content_digest(content: bytes) -> str:
@@ -107,7 +106,7 @@ def content_digest(content: bytes) -> str:
 
 
 def peak_resident_memory(status: Path = Path("/proc/self/status")) -> dict[str, int]:
-    """The most memory of this process that was ever in RAM, by the kernel's own count; none where it does not say."""
+    """The kernel's peak resident size of this process (VmHWM); empty if /proc does not report it."""
     try:
         lines = status.read_text().splitlines()
     except OSError:
@@ -122,7 +121,7 @@ def package_versions() -> dict[str, str]:
         try:
             installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # not here, and so it took part in nothing
+            continue  # not installed, so it cannot have affected the run
     return installed
 
 

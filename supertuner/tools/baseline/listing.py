@@ -1,4 +1,4 @@
-"""Which baselines a folder holds: a line for each that can be read, and what is wrong with each that cannot."""
+"""Lists the baselines of a folder: a table row for each readable one, and the problem of each unreadable one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from supertuner.tools.baseline.tables import format_amount, markdown_table
 
 
 def list_baselines(folder: Path) -> tuple[list[str], list[str]]:
-    """(lines for those that can be read, a problem for each that cannot)."""
+    """(lines of the tables of readable baselines, one problem per unreadable baseline)."""
     baselines: list[Baseline] = []
     ratio_baselines: list[tuple[str, ratios.PeerRatios]] = []
     problems = []
     entries = sorted(folder.iterdir()) if folder.exists() else []
     for path in entries:
-        if not path.is_dir() or path.name.startswith("."):  # a capture that is being written
+        if not path.is_dir() or path.name.startswith("."):  # a dot: a capture that is still being written
             continue
         try:
             if (path / BASELINE_FILE).exists():
@@ -31,7 +31,7 @@ def list_baselines(folder: Path) -> tuple[list[str], list[str]]:
             if (path / RATIOS_FILE).exists():
                 ratio_baselines.append((path.name, ratios.load_ratios(path / RATIOS_FILE)))
             elif not (path / BASELINE_FILE).exists():
-                problems.append(f"{path} holds no {BASELINE_FILE} and no {RATIOS_FILE}; capture it again, or remove it")
+                problems.append(f"{path} has no {BASELINE_FILE} and no {RATIOS_FILE}; capture it again, or remove it")
         except BaselineError as error:
             problems.append(str(error))
     tables = [part for part in (_baseline_table(baselines), _ratio_table(ratio_baselines)) if part]

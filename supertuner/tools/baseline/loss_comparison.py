@@ -1,8 +1,8 @@
-"""Whether two runs learnt the same: bit for bit, up to rounding, or not. Pure, and blind to how long a step took.
+"""Judges whether two runs have the same losses: bit for bit, up to rounding, or not. Pure; ignores step times.
 
-A step that is computed in another order gives the same loss up to rounding, and the difference grows as training goes
-on. So the first steps that differ are judged by rounding, and the whole course by its running mean. Runs that are no
-more alike among themselves (kernels that add up in any order) are their own measure.
+A step whose additions run in another order gives the same loss up to rounding, and the difference grows with training.
+Therefore the first steps that differ are judged by a rounding tolerance, and the whole sequence by its running mean. If
+repeats of one side differ more than that (non-deterministic kernels), their differences set the tolerance.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from supertuner.tools.baseline.record import MeasuredJob, finite_or_none
 
 ROUNDING_BY_PRECISION: Final = {"fp32": 1e-5}
 DEFAULT_ROUNDING: Final = 1e-3
-"""Relative difference of a loss that another order of additions explains: in fp32, and where steps compute in less."""
+"""Relative difference of losses that another order of additions explains: in fp32, and in lower precision."""
 MAX_RUNNING_MEAN_GAP: Final = 0.05
-"""How far the mean of ten neighbouring losses may come apart at last, as rounding grows."""
+"""Largest relative difference of running means that growing rounding errors explain."""
 RUNNING_MEAN_STEPS: Final = 10
 REPEAT_GAP_FACTOR: Final = 3.0
-"""Two sides may be so many times as far apart as repeats of one of them."""
+"""The two sides may differ by this multiple of the difference between repeats of one side."""
 
 
 class LossAgreement(StrEnum):
@@ -37,31 +37,32 @@ class LossAgreement(StrEnum):
 class LossComparison:
     likeness: LossAgreement
     words: str
+    """The finding as text."""
     first_difference: int | None = None
     """The first step whose losses differ."""
     there: float | None = None
-    """The relative difference at that step; None too where one side has no number there."""
+    """The relative difference at that step; None if one side is not finite there."""
     largest: float | None = None
-    """The largest of running means, likewise."""
+    """The largest relative difference of running means; None if one side is not finite there."""
 
 
 def compare_losses(old: Sequence[MeasuredJob], new: Sequence[MeasuredJob], precision: str) -> LossComparison:
-    """Judge the new losses by the old ones. Those of repeats say how alike runs of the same code are."""
+    """Judge the new losses by the old ones. Repeats of a side show how much runs of the same code differ."""
     if not _same_schedule(old[0], new[0]):
         return LossComparison(
-            LossAgreement.INCOMPARABLE, "the steps were given other samples: the settings are not the same"
+            LossAgreement.INCOMPARABLE, "the steps have different window sizes or experts: the settings differ"
         )
     rounding = ROUNDING_BY_PRECISION.get(precision, DEFAULT_ROUNDING)
     return compare_loss_values([loss_values(job) for job in old], [loss_values(job) for job in new], rounding)
 
 
 def compare_loss_values(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], rounding: float) -> LossComparison:
-    """The same of the losses themselves; one that is no number is NaN."""
+    """Like `compare_losses`, for lists of losses per repeat; NaN stands for a loss that is not finite."""
     length = min(len(a[0]), len(b[0]))
     not_finite_text = _not_finite_text(a, b, length)
     first = next((at for one in (*b, *a) if (at := _first_difference(a[0], one, length)) is not None), None)
     if first is None:
-        return LossComparison(LossAgreement.IDENTICAL, f"all {length} losses are the same to the bit{not_finite_text}")
+        return LossComparison(LossAgreement.IDENTICAL, f"all {length} losses are equal bit for bit{not_finite_text}")
     first_gap, mean_gap = _gaps_between_sides(a, b, length)
     repeat_gaps_a, repeat_gaps_b = _gaps_between_repeats(a, length), _gaps_between_repeats(b, length)
     tolerance = max(rounding, REPEAT_GAP_FACTOR * repeat_gaps_a[0], REPEAT_GAP_FACTOR * repeat_gaps_b[0])
@@ -73,27 +74,27 @@ def compare_loss_values(a: Sequence[Sequence[float]], b: Sequence[Sequence[float
         return LossComparison(
             LossAgreement.DIFFERENT, _difference_text(at, first_gap, mean_gap, tolerance) + not_finite_text, at, *sizes
         )
-    words = f"first apart at step {at} by {first_gap:.1e} of the loss, means of {RUNNING_MEAN_STEPS} by at most {mean_gap:.1e}"
-    return LossComparison(LossAgreement.ROUNDING, words + not_finite_text, at, *sizes)
+    text = f"first difference at step {at}: {first_gap:.1e} of the loss; {_mean_gap_text(mean_gap)}"
+    return LossComparison(LossAgreement.ROUNDING, text + not_finite_text, at, *sizes)
 
 
 def _gaps_between_sides(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], length: int) -> tuple[float, float]:
-    """(where they first differ, the largest of running means): relative, of the least apart pair of runs."""
+    """(relative difference where they first differ, largest of running means), each of the closest pair of runs."""
     pairs = [
         (_first_gap(one[:length], other[:length]), _mean_gap(one[:length], other[:length])) for one in a for other in b
     ]
     return min(early for early, _ in pairs), min(whole for _, whole in pairs)
 
 
-def _gaps_between_repeats(courses: Sequence[Sequence[float]], length: int) -> tuple[float, float]:
-    """The same among repeats of one side, at most; nothing for one run, or where only one of two has a number."""
-    pairs = [(one[:length], other[:length]) for at, one in enumerate(courses) for other in courses[at + 1 :]]
+def _gaps_between_repeats(repeats: Sequence[Sequence[float]], length: int) -> tuple[float, float]:
+    """The same for repeats of one side, of the most different pair; 0 for a single run and for non-finite gaps."""
+    pairs = [(one[:length], other[:length]) for at, one in enumerate(repeats) for other in repeats[at + 1 :]]
     early, whole = ([finite_or_none(gap(*pair)) or 0.0 for pair in pairs] for gap in (_first_gap, _mean_gap))
     return max(early, default=0.0), max(whole, default=0.0)
 
 
 def _first_gap(a: Sequence[float], b: Sequence[float]) -> float:
-    """How far the first losses that differ, and those right behind them, are apart: one alone may be so by chance."""
+    """The median relative difference of the first losses that differ and those after them; one alone may be chance."""
     gaps = [_relative(x, y) for x, y in zip(a, b, strict=True)]
     first = next((at for at, gap in enumerate(gaps) if gap), None)
     if first is None:
@@ -115,19 +116,19 @@ def _relative(x: float, y: float) -> float:
 
 
 def _first_difference(a: Sequence[float], b: Sequence[float], length: int) -> int | None:
-    """The first place where two courses differ."""
+    """The index of the first loss that differs."""
     return next((at for at in range(length) if _relative(a[at], b[at])), None)
 
 
 def _not_finite_text(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], length: int) -> str:
-    """At how many steps a repeat of each side has no number, and where that begins; nothing where all are numbers."""
+    """At how many steps a repeat of each side is not finite, and where that begins; empty if all are finite."""
     not_finite_steps = [[at + 1 for at in range(length) if any(math.isnan(one[at]) for one in side)] for side in (a, b)]
     if not any(not_finite_steps):
         return ""
     before, now = (str(len(steps) or "none") for steps in not_finite_steps)
     firsts = [str(steps[0]) for steps in not_finite_steps if steps]
     where = f"first at step{'s' if len(firsts) > 1 else ''} {' and '.join(firsts)}"
-    return f"; {before} before and {now} now of {length} are no numbers (NaN or infinite), {where}"
+    return f"; {before} before and {now} now of {length} are NaN or infinite, {where}"
 
 
 def loss_values(job: MeasuredJob) -> list[float]:
@@ -141,10 +142,14 @@ def _same_schedule(old: MeasuredJob, new: MeasuredJob) -> bool:
 
 def _difference_text(at: int, first_gap: float, mean_gap: float, tolerance: float) -> str:
     if first_gap == math.inf:
-        return f"from step {at} on there are losses that are numbers on one side only"
+        return f"from step {at} on, some losses are finite on one side only"
     if mean_gap == math.inf:
-        return f"they differ from step {at} on, and later there are losses that are numbers on one side only"
+        return f"they differ from step {at} on, and later some losses are finite on one side only"
     if first_gap > tolerance:
         more = f", more than the {tolerance:.0e} that rounding or repeats explain"
-        return f"they differ at step {at} by {first_gap:.1e} of the loss{more}; means of {RUNNING_MEAN_STEPS} by up to {mean_gap:.1e}"
-    return f"they come apart: means of {RUNNING_MEAN_STEPS} losses by up to {mean_gap:.1%}"
+        return f"they differ at step {at} by {first_gap:.1e} of the loss{more}; {_mean_gap_text(mean_gap)}"
+    return f"they diverge: means of {RUNNING_MEAN_STEPS} losses differ by up to {mean_gap:.1%}"
+
+
+def _mean_gap_text(mean_gap: float) -> str:
+    return f"means of {RUNNING_MEAN_STEPS} losses differ by up to {mean_gap:.1e}"

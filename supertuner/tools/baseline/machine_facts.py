@@ -1,4 +1,4 @@
-"""What decides how fast a step is beside code and settings: the machine, as the doctor knows it, and variables."""
+"""Facts about the machine and its environment variables that affect step times, and how two machines differ in them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ COMPARED_VARIABLES: Final = (
     "LD_PRELOAD",
 )
 COMPARED_FACTS: Final = ("cpu", "cpus", "arch", "gpus")
-"""Facts that must be the same for times to be compared."""
+"""Facts that must be equal for times to be comparable."""
 
 
 def doctor_report(host: HostFacts, environ: Mapping[str, str]) -> dict[str, JSON]:
-    """The doctor's report; it looks and takes nothing."""
+    """The doctor's report without its allocation test."""
     from supertuner.tools.doctor.doctor_report import build_report
     from supertuner.tools.doctor.examination import examine_machine
 
@@ -31,7 +31,7 @@ def doctor_report(host: HostFacts, environ: Mapping[str, str]) -> dict[str, JSON
 
 
 def comparable_facts(report: Mapping[str, Any]) -> dict[str, JSON]:
-    """The few of them by which machines are told apart."""
+    """The facts of a doctor's report that a baseline stores."""
     host, driver = report["host"], report["driver"]
     return {
         "title": None if report["machine"] is None else report["machine"]["title"],
@@ -47,7 +47,7 @@ def comparable_facts(report: Mapping[str, Any]) -> dict[str, JSON]:
 
 
 def differences(old: Mapping[str, JSON], new: Mapping[str, JSON], names: Iterable[str] = COMPARED_FACTS) -> list[str]:
-    """In what two machines, or their variables, differ that a step's time depends on."""
+    """The facts or variables among `names` that differ, as text."""
     return [
         f"{name} was {_value_text(old.get(name))}, is {_value_text(new.get(name))}"
         for name in names

@@ -1,7 +1,7 @@
-"""Processes that are measured, started by us and ended with us: one alone, or two that take turns of some steps.
+"""Starts measured processes: one alone, or two that take turns of a few steps.
 
-A process that waits for its turn is stopped as a whole, so the other one has the machine to itself. Whatever happens
-here, nobody is left behind: leaving `Running` kills what is still there.
+A process that waits for its turn is stopped as a whole, so the other one has the machine to itself. No process outlives
+this one: leaving the context of a `MeasuredProcess` kills it.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ MEMORY_KIND_BY_STATUS_FIELD: Final[Mapping[str, str]] = {
     "RssShmem": "process.shared",
     "RssFile": "process.files",
 }
-"""Fields of a process's status, and the kind of memory that each is: its own, arenas and caches, and mapped files."""
+"""Field of /proc/PID/status → kind of memory: private memory, shared memory (arenas and caches), mapped files."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobCommand:
-    """How a measured process is started: it is given the file of an order as its last argument."""
+    """How a measured process is started; the path of the request file is appended to `arguments`."""
 
     title: str
     arguments: tuple[str, ...]
     environ: Mapping[str, str]
     code_path: Path | None = None
-    """Where the package must be that runs; None: wherever it is found."""
+    """The folder from which `supertuner` must be imported; None: any."""
 
 
 class MeasuredProcess:
-    """One measured process."""
+    """One measured process, started on construction and killed on leaving its context."""
 
     def __init__(self, command: JobCommand, request: MeasurementRequest) -> None:
         self.title = command.title
@@ -70,13 +70,16 @@ class MeasuredProcess:
                 stdout=log,
                 stderr=log,
                 env=dict(command.environ),
-                process_group=0,  # Ctrl-C is for us: we end it, and it need not save
+                process_group=0,  # Ctrl-C reaches only us; we kill the child, which need not save
             )
         self._watch_thread = threading.Thread(target=self._watch_memory, name=f"memory of {command.title}", daemon=True)
         self._watch_thread.start()
 
     def wait_for_turn_end(self) -> bool:
-        """Wait until it stops for somebody else's turn; False: it has ended instead, and left what it measured."""
+        """Wait until the process stops at the end of its turn (True) or ends after its last step (False).
+
+        Raises BaselineError with the end of its log if it fails.
+        """
         state = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         assert state is not None
         if state.si_code == os.CLD_STOPPED:
@@ -84,18 +87,18 @@ class MeasuredProcess:
             return True
         code = self._process.wait()
         if code != 0:
-            raise BaselineError(f"{self.title} ended with exit code {code}; it said:\n{self._log_tail()}")
+            raise BaselineError(f"{self.title} ended with exit code {code}; its last output:\n{self._log_tail()}")
         return False
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
     def read_result(self) -> MeasuredJob:
-        """What it left. What only an onlooker sees of its memory is added."""
+        """The job that the process recorded, with the memory peaks added that this process measured from outside."""
         if not (self.folder / JOB_FILE).is_file():
             raise BaselineError(
-                f"{self.title} ended without an error and left no {JOB_FILE} in the folder that its order names (`out`); "
-                "a peer leaves what benchmarks/quickstart_peer.py does (docs/baselines.md)"
+                f"{self.title} ended without an error but wrote no {JOB_FILE} into the folder `out` of its request; "
+                "a peer must write the files that benchmarks/quickstart_peer.py writes (docs/baselines.md)"
             )
         job = read_job(self.folder)
         return replace(job, peaks={**self._peaks.bytes_by_kind, **job.peaks})
@@ -125,18 +128,18 @@ class MeasuredProcess:
 
 def run_job(command: JobCommand, request: MeasurementRequest) -> MeasuredJob:
     with MeasuredProcess(command, replace(request, turn_steps=0)) as process:
-        assert not process.wait_for_turn_end(), "nobody told it to take turns"
+        assert not process.wait_for_turn_end(), "its request has turn_steps=0"
         return process.read_result()
 
 
 def run_jobs_in_turns(
     commands: Sequence[JobCommand], requests: Sequence[MeasurementRequest], turn_steps: int
 ) -> list[MeasuredJob]:
-    """Both, step range by step range, in an order that turns: first, second, second, first, …
+    """Run two jobs in turns of `turn_steps` steps, in the order first, second, second, first, …
 
-    Each starts alone: the other has not begun yet, or is stopped.
+    Each starts alone: meanwhile the other has not been started yet, or is stopped.
     """
-    first, second = (replace(order, turn_steps=turn_steps) for order in requests)
+    first, second = (replace(request, turn_steps=turn_steps) for request in requests)
     with MeasuredProcess(commands[0], first) as first_process:
         _require_first_turn(first_process)
         with MeasuredProcess(commands[1], second) as second_process:
@@ -152,11 +155,11 @@ def run_jobs_in_turns(
 
 
 def read_process_memory(status: Path) -> dict[str, int]:
-    """Bytes by kind that a process has in RAM now; none where it has ended, or the kernel does not say."""
+    """Resident bytes by kind, from a process's /proc status file; empty if the process has ended."""
     try:
         lines = status.read_text().splitlines()
     except OSError:
-        return {}  # it has just ended
+        return {}  # the process has just ended
     fields = (line.partition(":") for line in lines)
     return {
         MEMORY_KIND_BY_STATUS_FIELD[name]: int(value.split()[0]) * KIB
@@ -167,7 +170,7 @@ def read_process_memory(status: Path) -> dict[str, int]:
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """SIGTERM leaves as Ctrl-C does: through everything that must be put away."""
+    """Make SIGTERM raise SystemExit, so that it runs all clean-up code as Ctrl-C does."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -183,10 +186,10 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 def scratch_dir() -> tempfile.TemporaryDirectory[str]:
-    """For orders and what measured processes leave, until it is read."""
+    """A temporary folder for requests and for results of measured processes."""
     return tempfile.TemporaryDirectory(prefix="supertuner-baseline-")
 
 
 def _require_first_turn(process: MeasuredProcess) -> None:
     if not process.wait_for_turn_end():
-        raise BaselineError(f"{process.title} ended before it trained; it had nothing to do")
+        raise BaselineError(f"{process.title} ended before its first step: it had nothing to train")

@@ -1,4 +1,4 @@
-"""nvidia-smi beside what is measured: GPUs second by second, as it prints them, in a file; absent where it is not."""
+"""Runs nvidia-smi during a measurement and logs every GPU once per second, if nvidia-smi is installed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TERMINATE_TIMEOUT_S: Final = 5.0
 
 @contextmanager
 def log_gpus(file: Path, environ: Mapping[str, str]) -> Iterator[str | None]:
-    """Log to `file` as long as it is open. Gives a note where there is nothing to log, and None where there is."""
+    """Log to `file` inside the context. Yields None, or a note if nvidia-smi is not installed."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH", ""))
     if program is None:
-        yield "no nvidia-smi here: GPUs were not watched from outside"
+        yield "nvidia-smi is not installed: GPUs were not logged"
         return
     command = [program, f"--query-gpu={QUERY_FIELDS}", "--format=csv", f"--loop-ms={INTERVAL_MS}"]
     with file.open("wb") as log:
@@ -42,13 +42,13 @@ def log_gpus(file: Path, environ: Mapping[str, str]) -> Iterator[str | None]:
 
 
 def summarize_log(file: Path) -> list[str]:
-    """The highest of each column that is a number, by GPU; what the program said where it gave no table."""
+    """The maximum of each numeric column, by GPU; the first line of the output if it is not a table."""
     lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
     if not lines:
-        return ["nvidia-smi said nothing"]
+        return ["nvidia-smi printed nothing"]
     heads = [head.strip() for head in lines[0].split(",")]
     if "index" not in heads or len(lines) < 2:
-        return [f"nvidia-smi said: {lines[0]}"]
+        return [f"nvidia-smi printed: {lines[0]}"]
     rows = [[cell.strip() for cell in line.split(",")] for line in lines[1:]]
     complete_rows = [dict(zip(heads, row, strict=True)) for row in rows if len(row) == len(heads)]
     summaries = []
@@ -58,13 +58,13 @@ def summarize_log(file: Path) -> list[str]:
             text for head in heads if (text := _column_maximum(head, [row[head] for row in gpu_rows])) is not None
         ]
         summaries.append(
-            f"GPU {gpu} ({gpu_rows[0].get('name', 'unnamed')}), {len(gpu_rows)} looks, at most: {', '.join(maxima)}"
+            f"GPU {gpu} ({gpu_rows[0].get('name', 'unnamed')}), {len(gpu_rows)} samples, maxima: {', '.join(maxima)}"
         )
     return summaries
 
 
 def _column_maximum(head: str, cells: list[str]) -> str | None:
-    """`memory.used 91,234 MiB`; None for what is no amount."""
+    """`memory.used 91,234 MiB`; None for a column without a unit or without numbers."""
     name, bracket, unit = head.partition(" [")
     numbers = [float(word) for cell in cells if (word := cell.split(" ")[0]).replace(".", "", 1).isdecimal()]
     if not bracket or not numbers:

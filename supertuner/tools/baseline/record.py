@@ -1,7 +1,7 @@
-"""What one measured job left: each step's time and loss, its start, its peaks of memory. Data, and their JSON.
+"""The record of one measured job: time and loss of each step, start-up times, peak memory; as data and as JSON.
 
-A job is written by the process that trained and read by the one that judges, which may be of another version: fields
-may come, and a reader leaves out those that it does not know.
+The process that trained writes it, and the process that judges reads it; the two may be different versions of this
+program. Later versions may add fields; a reader ignores fields that it does not know.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ JOB_FILE: Final = "job.json"
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One optimizer step. Seconds are of a clock; everything else is a function of the run."""
+    """One optimizer step. The seconds are measured; everything else is determined by the run."""
 
     step: int
     window: int
-    """Samples of its window."""
+    """Samples in its window."""
     expert: str
     loss: float | None
-    """None: no number."""
+    """None if not finite."""
     seconds: float
-    """From the first batch that was asked for to the updated weights."""
+    """From the request for the first batch to the updated weights."""
     waited_s: float
-    """Of these, waiting for batches."""
+    """The part of `seconds` spent waiting for batches."""
     wall_s: float
-    """Since the step before ended, or since training began: with logs, saves and validations in between."""
+    """Since the end of the previous step, or since training began; includes logging, saving and validation."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartupTimes:
-    """From the command to training, in seconds."""
+    """Seconds since the start of the process."""
 
     began_s: float
     """Until training began: libraries, data, caches, model."""
     first_step_s: float
-    """And the first step; neither others' turns nor a validation before it are in it."""
+    """`began_s` plus the first step; excludes turns of the other process and a validation before the step."""
     cold: bool
-    """Data were staged or encoded: another start finds them."""
+    """Data were staged or encoded during this start; a later start reuses them."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredJob:
-    """One process that trained, from its start to its end."""
+    """One training process, from its start to its end."""
 
     steps: tuple[MeasuredStep, ...]
     start: StartupTimes
@@ -62,45 +62,48 @@ class MeasuredJob:
     hints: Mapping[str, int]
     """Residency hints by outcome."""
     memory: tuple[str, ...]
-    """The run's own words on its memory."""
+    """The memory lines of the run's summary."""
     losses: str
     """Digest of its loss log."""
     versions: Mapping[str, str]
+    """Package → version."""
     code: str
-    """Where its code lay."""
+    """Folder of the package that ran."""
     seconds: float
-    """Of the whole process, turns of others included."""
+    """Duration of the whole process, including turns of the other process."""
 
     @property
     def schedule(self) -> tuple[tuple[int, str], ...]:
-        """What each step was given to do."""
+        """(samples, expert) of each step."""
         return tuple((step.window, step.expert) for step in self.steps)
 
     @property
     def samples_per_s(self) -> float:
-        """Over all steps but the first, which warms up; everything between them counts."""
+        """Over all steps except the first, which warms up; includes the time between steps."""
         counted = self.steps[1:] or self.steps
         return sum(step.window for step in counted) / sum(step.wall_s for step in counted)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasurementRequest:
-    """What the process is told to do; a file, so that any version of the program, and any script, can read it."""
+    """The request to a measured process. It is a file, so that other versions and peer scripts can read it."""
 
     out: str
-    """Folder for what it leaves."""
+    """Folder for the results."""
     begun: float
-    """CLOCK_MONOTONIC, which all processes share, when it was started."""
+    """CLOCK_MONOTONIC at the start of the process; all processes share this clock."""
     config: str = ""
     sets: tuple[str, ...] = ()
+    """Overrides of settings, as `--set` takes them."""
     turn_steps: int = 0
-    """Stop (SIGTSTP) when training begins and after every so many steps, until somebody says go on; 0: never."""
+    """Stop (SIGTSTP) when training begins and after every `turn_steps` steps, until SIGCONT arrives. 0: never."""
     stop_after: int = 0
-    """Save and stop after so many steps, though more were planned: data are encoded for all of them. 0: do them all."""
+    """Save and stop after this many steps although more are planned, so that data for all of them are encoded. 0: do
+    not stop early."""
     trace: str = ""
-    """Write a trace of torch's profiler here, of some steps after the first ones."""
+    """Write a trace of torch's profiler to this file."""
     schedule: tuple[tuple[int, str], ...] = ()
-    """For peers: samples and expert of each step."""
+    """For a peer: samples and expert of each step."""
     version: int = 1
 
 
@@ -116,10 +119,9 @@ def read_request(path: Path) -> MeasurementRequest:
 
 
 def write_job(folder: Path, job: MeasuredJob) -> None:
-    """Steps as lines, the rest as one object; the object last, because it says that all is there."""
+    """Write the steps as JSON lines, then the rest as one JSON file, whose presence means that the job is complete."""
     write_bytes(folder / STEPS_FILE, step_lines(job.steps))
-    rest = {name.name: getattr(job, name.name) for name in fields(MeasuredJob) if name.name != "steps"}
-    write_json(folder / JOB_FILE, rest | {"start": asdict(job.start)})
+    write_json(folder / JOB_FILE, job_to_json(job))
 
 
 def read_job(folder: Path) -> MeasuredJob:
@@ -139,11 +141,11 @@ def parse_job(document: Mapping[str, Any], steps: Sequence[MeasuredStep], source
         }
         return MeasuredJob(**values)
     except (KeyError, TypeError) as error:
-        raise BaselineError(f"{source} is not what a measured job leaves ({error}); capture it again") from error
+        raise BaselineError(f"{source} is not the record of a measured job ({error}); capture it again") from error
 
 
 def job_to_json(job: MeasuredJob) -> dict[str, JSON]:
-    """Everything but the steps, for the file that holds all jobs of a baseline."""
+    """Everything except the steps."""
     document: dict[str, Any] = {
         name.name: getattr(job, name.name) for name in fields(MeasuredJob) if name.name != "steps"
     }
@@ -151,7 +153,7 @@ def job_to_json(job: MeasuredJob) -> dict[str, JSON]:
 
 
 def step_lines(steps: Iterable[MeasuredStep], **labels: JSON) -> bytes:
-    """A line for each step; `of` says in each whose they are."""
+    """One JSON line per step, with `labels` added to each."""
     lines = (json.dumps({**labels, **asdict(step)}, allow_nan=False) for step in steps)
     return "".join(f"{line}\n" for line in lines).encode()
 
@@ -172,7 +174,7 @@ def finite_or_none(number: float | None) -> float | None:
 
 @dataclass(slots=True)
 class PeakMemory:
-    """The highest of each kind that was seen."""
+    """The highest value seen for each kind of memory."""
 
     bytes_by_kind: dict[str, int] = field(default_factory=dict)
 
@@ -192,8 +194,8 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _known_fields(record_type: type, document: object) -> dict[str, Any]:
-    """The fields that this version knows."""
+    """The entries of `document` that are fields of `record_type` in this version."""
     if not isinstance(document, Mapping):
         raise TypeError(f"{record_type.__name__} is {document!r}")
-    names = {one.name for one in fields(record_type)}
+    names = {known.name for known in fields(record_type)}
     return {name: value for name, value in document.items() if name in names}

@@ -1,7 +1,7 @@
-"""Inside the process that is measured: each step's clock, the start, and taking turns with another process.
+"""Records, inside a measured process, the time of each step and of the start, and takes turns with another process.
 
-It is a sink of the run, so nothing of the run knows that it is measured. What it does itself is in no figure: the time
-in `emit` is left out, and a process that waits for its turn is stopped as a whole (SIGTSTP), its threads included.
+It is a sink of the run, so the training code does not know that it is measured. Its own time is not counted: time in
+`emit` is excluded, and a process that waits for its turn is stopped as a whole (SIGTSTP), with all its threads.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ MEMORY_KIND_BY_METRIC: Final[Mapping[str, str]] = {
     "uvm.device_bytes.peak": "uvm.device",
     "uvm.managed_bytes.peak": "uvm.managed",
 }
-"""Figures of the run's own telemetry that are peaks of memory, and the kind each is of."""
+"""Metric of the run's telemetry → kind of memory whose peak it is."""
 
 
 class MeasurementRecorder:
-    """`begun`: when this process was started, by the clock that all processes share."""
+    """A sink that records steps.
+
+    `started` is CLOCK_MONOTONIC at the start of this process; `turn_steps` and `stop_after` are those of
+    `MeasurementRequest`; `stop` ends a turn and returns when the next one begins; `after_step` is called per step.
+    """
 
     def __init__(
         self,
@@ -69,14 +73,14 @@ class MeasurementRecorder:
             self.cold |= bool(event.figures.get("made"))
 
     def begin_training(self, now: float) -> None:
-        """Training begins now."""
+        """Record that training begins at `now`, and wait for the first turn."""
         self._setup_s = now - self._started
         self._wait_for_turn()
 
     def record_step(
         self, *, window: int, expert: str, loss: float | None, seconds: float, waited_s: float = 0.0
     ) -> None:
-        """A step was done: for a peer, which has no events."""
+        """Record a finished step. For peers, which emit no events."""
         self._record(window, expert, loss, seconds, waited_s, self._clock())
 
     def startup_times(self) -> StartupTimes:
@@ -90,14 +94,14 @@ class MeasurementRecorder:
 
     def _record(self, window: int, expert: str, loss: float | None, seconds: float, waited: float, now: float) -> None:
         if os.getppid() != self._parent:
-            os._exit(1)  # who measures was killed: nobody reads what we would leave, or says go on
+            os._exit(1)  # the measuring process was killed: it will neither read a result nor send SIGCONT
         number = len(self.steps) + 1
         self.steps.append(
             MeasuredStep(number, window, expert, finite_or_none(loss), seconds, waited, now - self._last_step_end)
         )
         self._after_step()
         if number == self._stop_after:
-            os.kill(os.getpid(), signal.SIGTERM)  # the run's own way to end: save, and stop
+            os.kill(os.getpid(), signal.SIGTERM)  # training handles it: it saves and stops
         if self._turn_steps and number % self._turn_steps == 0:
             self._wait_for_turn()
         else:
@@ -110,9 +114,12 @@ class MeasurementRecorder:
 
 
 def stop_until_continued() -> None:
-    """Stop this process, all of its threads, until SIGCONT comes. Nobody is left stopped if who measures was killed: a
-    process group that has lost its parent gets SIGHUP if it is stopped, and SIGTSTP does not stop it any more."""
-    signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # whoever started us may have had it ignored
+    """Stop this process with all its threads until SIGCONT arrives.
+
+    It does not stay stopped if the measuring process is killed: the kernel sends SIGHUP to a stopped process group that
+    becomes orphaned, and SIGTSTP does not stop an orphaned group.
+    """
+    signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # our parent may have started us with SIGTSTP ignored
     os.kill(os.getpid(), signal.SIGTSTP)
 
 

@@ -1,13 +1,13 @@
-"""What got worse, what did not, and what the noise does not let tell: measured jobs in, judged figures out. Pure.
+"""Judges measured jobs: which figures got worse, which did not, and which are too noisy to decide. Pure.
 
-    worse       the ratio is above the limit, and its interval lies above 1: it is not noise
-    undecided   it may be above the limit and may not: the interval is too wide
-    no worse    neither; `better` where it is below the limit's inverse, and surely below 1
-    not judged  a start, where the noise is too large: it is told, and decides nothing
+    worse       the ratio is above the limit, and its whole interval is above 1, so it is not noise
+    undecided   the interval is too wide to say whether the ratio is above the limit
+    no worse    neither of these; `better` if the ratio is below the limit's inverse and its interval below 1
+    not judged  a start-up time with too much noise: it is reported and does not affect the verdict
 
-Others on the machine make steps longer and never shorter. So where they disturb so much that medians cannot tell, the
-quickest tenth of steps does, of each kind of step. Losses are judged apart from times: a step that is slower and one
-that learns something else are different findings.
+Other processes on the machine can only make steps longer. Where they disturb medians too much for a decision, the
+quickest tenth of each kind of step is compared instead. Losses are judged separately from times: a slower step and a
+different loss are different findings.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from supertuner.tools.baseline.record import MeasuredJob, MeasuredStep
 
 DEFAULT_LIMIT: Final = 0.05
 START_LIMIT: Final = 0.20
-"""Of a start there is one figure per process, and much of it is files that are read: it is judged more coarsely."""
+"""The limit for start-up times is coarser: there is one per process, and much of it is reading files."""
 MIN_MEMORY_DIFFERENCE: Final = 16 * MIB
-"""Memory that comes and goes without a reason of ours; a difference below is none."""
+"""Smaller differences of peak memory are noise and are ignored."""
 WARMUP_SHARE: Final = 0.05
 BLOCK_COUNT: Final = 20
 QUICKEST_SHARE: Final = 0.1
 MIN_STEPS_OF_KIND: Final = 5
-"""Steps of one kind (samples, expert) that there must be for their quickest tenth to say anything."""
+"""The quickest tenth of a kind of step (samples, expert) is used only if there are at least this many such steps."""
 COLD_TURN_STEPS: Final = 4
-"""In turns of at least so many steps the first of each is left out: the other process had the CPU's caches."""
+"""In turns of at least this many steps the first step of each turn is excluded, because the CPU caches are cold."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonTerms:
-    """How two sides are held against each other."""
+    """How two sides are compared."""
 
     turn_steps: int
-    """Both ran in pairs, the first with the first, in turns of so many steps (0: one after the other, in pairs all the
-    same; below 0: not together)."""
+    """Positive: job i of both sides ran in turns of this many steps. 0: job i of both sides ran one after the other.
+    Negative: the sides were measured independently."""
     limit: float = DEFAULT_LIMIT
     looks: int = 1
-    """How many times it may be judged, with more rounds each time, until it is decided."""
+    """How many times the result may be judged, with more rounds each time."""
     prefer_quickest: bool = False
-    """By the quickest steps wherever these are the better known."""
+    """Compare the quickest steps whenever their interval is narrower than that of the medians."""
 
 
 class RegressionVerdict(StrEnum):
@@ -68,7 +68,7 @@ class RegressionVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ComparedFigure:
-    """One figure of both sides; more of it is worse."""
+    """One figure of both sides; a larger value is worse."""
 
     name: str
     unit: str
@@ -76,7 +76,7 @@ class ComparedFigure:
     old: float
     new: float
     interval: RatioInterval
-    """New over old."""
+    """New divided by old."""
     limit: float
     verdict: RegressionVerdict
     note: str = ""
@@ -87,17 +87,17 @@ class ComparisonResult:
     figures: tuple[ComparedFigure, ...]
     losses: LossComparison
     hints: str | None
-    """What became worse of residency hints, if anything did."""
+    """Outcomes of residency hints that got worse; None if none did."""
     rounds: int
     method: str
     """How both sides were measured."""
     notes: tuple[str, ...] = ()
     times_comparable: bool = True
-    """Whether times could be compared at all: they cannot between machines."""
+    """False for measurements from different machines or environments."""
 
     @property
     def verdict(self) -> RegressionVerdict:
-        """Of all together."""
+        """The overall verdict."""
         if self.regressed:
             return RegressionVerdict.WORSE
         if self.undecided or not self.times_comparable:
@@ -156,7 +156,7 @@ def judge_interval(ratio_interval: RatioInterval, limit: float) -> RegressionVer
 
 
 def compare_step_time(old: Sequence[MeasuredJob], new: Sequence[MeasuredJob], terms: ComparisonTerms) -> ComparedFigure:
-    """The step itself: medians of blocks, step by step against the same step of the other side."""
+    """The step time: medians over blocks of the ratio between each step and the same step of the other side."""
     unit, value_of = _step_measure(old[0], new[0])
     ratio_interval = _ratio_interval_of_steps(
         old, new, terms, lambda job: [value_of(step) for step in job.steps], sums=False
@@ -172,7 +172,7 @@ def compare_step_time(old: Sequence[MeasuredJob], new: Sequence[MeasuredJob], te
         ratio_interval,
         terms.limit,
         judge_interval(ratio_interval, terms.limit),
-        "median, from first batch to update",
+        "median, from the first batch to the weight update",
     )
     return _judge_by_quickest_steps(figure, old, new, terms, value_of)
 
@@ -180,12 +180,12 @@ def compare_step_time(old: Sequence[MeasuredJob], new: Sequence[MeasuredJob], te
 def compare_sample_time(
     old: Sequence[MeasuredJob], new: Sequence[MeasuredJob], terms: ComparisonTerms
 ) -> ComparedFigure:
-    """All of the time between two steps, by sample: what a whole run takes."""
+    """The wall time between steps per sample, which determines how long a whole run takes."""
     ratio_interval = _ratio_interval_of_steps(
         old, new, terms, lambda job: [step.wall_s / step.window for step in job.steps], sums=True
     )
     a, b = (statistics.median([1 / job.samples_per_s for job in side]) for side in (old, new))
-    note = "with logs, saves and validations between steps"
+    note = "includes logging, saving and validation between steps"
     figure = ComparedFigure(
         "time per sample",
         "s/sample",
@@ -202,13 +202,13 @@ def compare_sample_time(
 def compare_startup(
     old: Sequence[MeasuredJob], new: Sequence[MeasuredJob], terms: ComparisonTerms
 ) -> list[ComparedFigure]:
-    """From the command to the first step, with like against like: data that were ready, or that were not."""
+    """Time from the command to the first step; starts with ready data are compared separately from cold ones."""
     limit = max(terms.limit, START_LIMIT)
     for cold in (False, True):
         sides = [[job.start.first_step_s for job in side if job.start.cold is cold] for side in (old, new)]
         if all(sides):
             ratio_interval = _ratio_interval_of_sides(sides, terms.looks)
-            note = "from the command to the first step, " + ("data encoded on the way" if cold else "data ready")
+            note = "from the command to the first step, " + ("with data encoding" if cold else "data ready")
             a, b = (statistics.median(side) for side in sides)
             figure_verdict = (
                 judge_interval(ratio_interval, limit) if min(map(len, sides)) > 1 else RegressionVerdict.UNJUDGED
@@ -223,7 +223,7 @@ def compare_startup(
 def compare_memory(
     old: Sequence[MeasuredJob], new: Sequence[MeasuredJob], terms: ComparisonTerms
 ) -> list[ComparedFigure]:
-    """Peaks by kind, of kinds that both sides know and that are large enough to speak of."""
+    """Peak memory by kind, for kinds that both sides report and that exceed MIN_MEMORY_DIFFERENCE."""
     figures = []
     for kind in dict.fromkeys(kind for job in (*old, *new) for kind in job.peaks):
         sides = [[job.peaks[kind] for job in side if job.peaks.get(kind)] for side in (old, new)]
@@ -241,7 +241,7 @@ def compare_memory(
 
 
 def compare_hints(old: Mapping[str, int], new: Mapping[str, int]) -> str | None:
-    """Residency hints that are refused, or fail, and were not before."""
+    """Residency hints that are refused or fail more often than before, as text; None if there are none."""
     worse = [
         f"{status}: {new[status]:,} ({old.get(status, 0):,} before)"
         for status in ("refused", "error")
@@ -284,7 +284,7 @@ def _judge_by_quickest_steps(
     terms: ComparisonTerms,
     value_of: Callable[[MeasuredStep], float],
 ) -> ComparedFigure:
-    """The figure, judged by undisturbed steps if its median does not let tell, or, if `quick`, tells less well."""
+    """The figure judged by its quickest steps if its median is undecided (or, with `prefer_quickest`, less precise)."""
     if (figure.verdict is not RegressionVerdict.UNDECIDED and not terms.prefer_quickest) or min(len(old), len(new)) < 2:
         return figure
     sides = [[_quickest_step_time(job, value_of) for job in side] for side in (old, new)]
@@ -302,14 +302,15 @@ def _judge_by_quickest_steps(
     ):
         return figure
     a, b = (statistics.median(side) for side in sides)
-    note = f"of the quickest {QUICKEST_SHARE:.0%} of steps" + (
-        "" if terms.prefer_quickest else ": others disturbed the median too much"
+    note = f"quickest {QUICKEST_SHARE:.0%} of steps" + (
+        "" if terms.prefer_quickest else ", because other processes disturbed the median too much"
     )
     return ComparedFigure(figure.name, figure.unit, a, b, ratio_interval, figure.limit, figure_verdict, note)
 
 
 def _quickest_step_time(job: MeasuredJob, value_of: Callable[[MeasuredStep], float]) -> float:
-    """The quickest tenth of each kind of step, on average over all steps of kinds that are frequent; 0: none is."""
+    """The 10 % quantile of each frequent kind of step, averaged over those kinds by their number of steps; 0 if no kind
+    is frequent."""
     kinds: dict[tuple[int, str], list[float]] = {}
     for step in _steps_after_warmup(job):
         kinds.setdefault((step.window, step.expert), []).append(value_of(step))
@@ -321,7 +322,7 @@ def _quickest_step_time(job: MeasuredJob, value_of: Callable[[MeasuredStep], flo
 def _block_log_ratios(
     new: Sequence[float], old: Sequence[float], step_indices: Iterable[int], size: int, sums: bool
 ) -> list[float]:
-    """Logarithms of ratios by block: of medians step by step, or of sums."""
+    """Logarithm of the ratio of each block: the median of step-by-step ratios, or the ratio of sums."""
     indices = list(step_indices)
     if not sums:
         return reduce_blocks(log_values([new[at] / old[at] for at in indices]), size)
@@ -331,20 +332,20 @@ def _block_log_ratios(
 
 
 def _counted_step_indices(length: int, turn_steps: int) -> list[int]:
-    """Places of the steps that count."""
+    """Indices of the steps that are compared: without warm-up, and without the cold first step of each turn."""
     cold_turns = turn_steps >= COLD_TURN_STEPS
     indices = [at for at in range(_warmup_steps(length), length) if not (cold_turns and at % turn_steps == 0)]
     return indices or list(range(length))
 
 
 def _ratio_interval_of_sides(sides: Sequence[Sequence[float]], looks: int) -> RatioInterval:
-    """Of figures of which each process has one; both sides by themselves."""
+    """The interval of the ratio for figures with one value per process; the sides are treated as independent."""
     old, new = (confidence_interval([[math.log(value)] for value in side], looks) for side in sides)
     return new.minus(old)
 
 
 def _step_measure(old: MeasuredJob, new: MeasuredJob) -> tuple[str, Callable[[MeasuredStep], float]]:
-    """By step where both were given the same steps, by sample where not."""
+    """(unit, value of a step): seconds per step if both sides have the same schedule, otherwise seconds per sample."""
     length = min(len(old.steps), len(new.steps))
     if old.schedule[:length] == new.schedule[:length]:
         return "s", lambda step: step.seconds
@@ -356,5 +357,5 @@ def _steps_after_warmup(job: MeasuredJob) -> tuple[MeasuredStep, ...]:
 
 
 def _warmup_steps(length: int) -> int:
-    """Steps at the beginning that are left out."""
+    """Number of steps at the beginning that are excluded."""
     return min(max(1, math.ceil(length * WARMUP_SHARE)), length - 1)

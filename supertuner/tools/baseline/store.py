@@ -1,13 +1,13 @@
-"""A baseline's folder: whole or not there, with a version and a checksum that are looked at when it is read.
+"""Reads and writes the folder of a baseline. It is written atomically; version and checksums are verified on reading.
 
-baseline.json         what was measured, where, by which code, with which settings; not the steps
-steps.jsonl           each step of each repeat: its times, its loss
-config.json           the settings that were given, with whole paths: what `check` runs again
-baseline_report.md    the same for people
-diagnostics.json      what `supertuner doctor` finds on this machine, without trying its memory
-events.jsonl          what the first repeat said
-nvidia_smi.log        GPUs, second by second, where there is an nvidia-smi
-trace.json.gz         torch's profiler over some steps, where it was asked for
+baseline.json         measured figures, machine, code and settings; without the steps
+steps.jsonl           times and loss of each step of each repeat
+config.json           the settings of the configuration with absolute paths: what `check` runs again
+baseline_report.md    the report for people
+diagnostics.json      the report of `supertuner doctor` without its allocation test
+events.jsonl          the events of the first repeat
+nvidia_smi.log        every GPU once per second, if nvidia-smi is installed
+trace.json.gz         a trace of torch's profiler, if requested
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BASELINE_FILE: Final = "baseline.json"
 CONFIG_FILE: Final = "config.json"
 REPORT_FILE: Final = "baseline_report.md"
 RATIOS_FILE: Final = "ratios.json"
-"""In the folder instead of all of that: a baseline that carries over between machines (ratios.py)."""
+"""The only file of a baseline of ratios, which is valid across machines (peer_ratios.py)."""
 FORMAT: Final = "supertuner baseline"
 VERSION: Final = 1
 CONFIG_REMEDY: Final = "capture it again, or give `check` another CONFIG"
@@ -46,17 +46,18 @@ class Baseline:
     steps: int
     """Optimizer steps of each repeat."""
     jobs: tuple[MeasuredJob, ...]
-    """The repeats that were measured."""
+    """The measured repeats."""
     cold_start_s: float | None
-    """From the command to the first step where data had to be staged and encoded; None: everything was there."""
+    """Time to the first step of the preparation run if it staged or encoded data; None if nothing was missing."""
     machine: Mapping[str, JSON]
     commit: str | None
+    """The git commit, with `+` for uncommitted changes; None for an installed package."""
     config: Mapping[str, Any]
-    """The settings that were given."""
+    """The settings that the configuration contains."""
     resolved: Mapping[str, Any]
-    """Every setting."""
+    """All settings, including defaults."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that decide how fast a step is."""
+    """Environment variables that affect step times."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -66,32 +67,32 @@ class Baseline:
 
 def baseline_path(folder: Path, name: str) -> Path:
     if not NAME_PATTERN.fullmatch(name):
-        raise OptionError(f"{name!r} is no name of a baseline: letters, digits and . _ - please")
+        raise OptionError(f"{name!r} is not a valid name of a baseline; use letters, digits and . _ -")
     return folder / name
 
 
 def require_writable(folder: Path) -> None:
-    """Before anything is measured: it takes long, and would be lost."""
+    """Raise OptionError if the folder cannot be written. Called before measuring, which takes long."""
     absolute = folder.absolute()
     existing = next(path for path in (absolute, *absolute.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise OptionError(f"--dir {folder}: {existing} is no folder that can be written to; give another one")
+        raise OptionError(f"--dir {folder}: {existing} is not a writable folder; name another one")
 
 
 def new_baseline_path(folder: Path, name: str, replace: bool) -> Path:
-    """Where a baseline will lie. One that is there is not written over unless that was said."""
+    """The folder of a new baseline. Raises OptionError if it exists, unless it is a baseline and `replace` is set."""
     path = baseline_path(folder, name)
     require_writable(folder)
     if path.exists():
         if not (path / BASELINE_FILE).is_file():
-            raise OptionError(f"{path} is there and is no baseline; give another name")
+            raise OptionError(f"{path} exists and is not a baseline; choose another name")
         if not replace:
-            raise OptionError(f"{path} is captured already; --replace captures it anew")
+            raise OptionError(f"{path} exists already; give --replace to capture it again")
     return path
 
 
 def save_baseline(path: Path, baseline: Baseline, report: str, extras: Mapping[str, Path]) -> None:
-    """All files in a folder beside, then one rename. `extras` are files by the name they get."""
+    """Write all files into a temporary folder, then rename it to `path`. `extras` maps file names to their sources."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
         new_folder = Path(temporary) / path.name
@@ -116,7 +117,7 @@ def load_baseline(path: Path) -> Baseline:
     except OSError as error:
         raise BaselineError(f"{path / STEPS_FILE} cannot be read: {error.strerror}; capture it again") from error
     if document.get("steps_digest") != _digest(content):
-        raise BaselineError(f"{path / STEPS_FILE} is not what was written; capture it again")
+        raise BaselineError(f"{path / STEPS_FILE} has changed since it was written; capture it again")
     try:
         by_repeat: dict[int, list[bytes]] = {}
         for line in content.splitlines():
@@ -129,37 +130,34 @@ def load_baseline(path: Path) -> Baseline:
         _require_field_types(document)
         return Baseline(**{**known, "name": path.name, "jobs": jobs, "notes": tuple(document["notes"])})
     except (KeyError, TypeError, ValueError) as error:
-        raise BaselineError(f"{path / BASELINE_FILE} lacks something ({error}); capture it again") from error
+        raise BaselineError(
+            f"{path / BASELINE_FILE} has a missing or wrong field ({error}); capture it again"
+        ) from error
 
 
 def require_config_file(path: Path) -> Path:
-    """The settings that `check` runs again."""
+    """The stored configuration, which `check` runs again. Raises BaselineError if it is not a JSON object."""
     file = path / CONFIG_FILE
     try:
         is_object = isinstance(json.loads(file.read_bytes()), dict)
     except (OSError, ValueError) as error:
         raise BaselineError(f"{file} cannot be read ({error}); {CONFIG_REMEDY}") from error
     if not is_object:
-        raise BaselineError(f"{file} holds no settings; {CONFIG_REMEDY}")
+        raise BaselineError(f"{file} is not a JSON object; {CONFIG_REMEDY}")
     return file
 
 
-def baseline_names(folder: Path) -> list[str]:
-    """Those that are there."""
-    return sorted(found.parent.name for found in folder.glob(f"*/{BASELINE_FILE}"))
-
-
 def find_baseline(folder: Path, name: str) -> Path:
-    """The baseline of a name, or at a path."""
+    """The folder of a baseline, by its name in `folder` or by its path. Raises an error that lists the baselines."""
     for path in (folder / name, Path(name)):
         if (path / BASELINE_FILE).exists():
             return path
     if (folder / name / RATIOS_FILE).is_file():
-        raise OptionError(f"{folder / name} holds ratios against a peer: give CONFIG and --peer SCRIPT")
-    existing = baseline_names(folder)
-    known = f"there {'is' if len(existing) == 1 else 'are'} {', '.join(existing)}" if existing else "there is none"
-    capture = f"`supertuner baseline capture {name} CONFIG` makes one"
-    raise BaselineError(f"{folder / name} is no baseline; {known} in {folder}. {capture}")
+        raise OptionError(f"{folder / name} holds ratios to a peer; give CONFIG and --peer SCRIPT")
+    existing = sorted(file.parent.name for file in folder.glob(f"*/{BASELINE_FILE}"))
+    known = f"{folder} has {', '.join(existing) or 'none'}"
+    capture = f"`supertuner baseline capture {name} CONFIG` captures one"
+    raise BaselineError(f"{folder / name} is not a baseline; {known}; {capture}")
 
 
 def _document(baseline: Baseline, steps: bytes) -> dict[str, JSON]:
@@ -175,19 +173,19 @@ def _read_document(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise BaselineError(f"{file} cannot be read ({error}); capture it again") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise BaselineError(f"{file} is no baseline of ours; capture it again")
+        raise BaselineError(f"{file} is not a baseline file; capture it again")
     if document.get("version") != VERSION:
         raise BaselineError(
             f"{file} has version {document.get('version')}, this program reads {VERSION}; capture it again"
         )
     body = {name: value for name, value in document.items() if name not in ("format", "version", "digest")}
     if document.get("digest") != _digest(_canonical(body)):
-        raise BaselineError(f"{file} is not what was written: its checksum is another; capture it again")
+        raise BaselineError(f"{file} has changed since it was written: its checksum is wrong; capture it again")
     return body
 
 
 def _require_field_types(document: Mapping[str, Any]) -> None:
-    """A checksum says that nobody changed it since, not that who wrote it wrote what we read."""
+    """Raise if a field is missing or of a wrong type: a valid checksum does not guarantee the fields we expect."""
     for name, kind in FIELD_TYPES.items():
         if not isinstance(document[name], kind) or not document[name]:
             raise ValueError(f"{name} is {document[name]!r}")

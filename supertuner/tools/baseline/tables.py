@@ -1,4 +1,4 @@
-"""Tables and figures as text that reads well on a screen and is Markdown as well. Pure."""
+"""Tables and figures as text that is valid Markdown and lines up in a terminal. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from supertuner.core.types import bytes_text
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table whose columns line up; all but the first are on the right, unless they are words."""
+    """A Markdown table with aligned columns; columns of numbers, except the first, are aligned to the right."""
     widths = [max(len(row[at]) for row in [header, *rows]) for at in range(len(header))]
     right = [at > 0 and all(_is_number(row[at]) for row in rows) for at in range(len(header))]
 
@@ -32,7 +32,7 @@ def format_amount(value: float, unit: str) -> str:
 
 
 def format_change(ratio: float) -> str:
-    """A ratio as what it changes: `+3.1 %`."""
+    """A ratio as a relative change: `+3.1 %`."""
     return f"{100 * (ratio - 1):+.1f} %"
 
 

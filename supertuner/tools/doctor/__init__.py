@@ -1,4 +1,5 @@
-"""`supertuner doctor`: what this machine is, what of it stands in a run's way, and whether its memory keeps its word.
+"""`supertuner doctor`: describes this machine, finds obstacles to training, and tests memory beyond the GPU's own.
 
-`situation` gathers, `checks` judge (pure), `allocation` tries, `report` and `screen` tell.
+`system_snapshot` collects facts, `*_checks` judge them (pure), `allocation` tests memory, `doctor_report` and `screen`
+present the results.
 """

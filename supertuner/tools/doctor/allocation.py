@@ -1,7 +1,7 @@
-"""The allocation test: managed memory beyond the GPU's own, filled by the GPU, verified by value, timed.
+"""The allocation test: the GPU fills managed memory beyond its own size; the values are verified, the steps timed.
 
-Over the seam of `memory/driver.py`, so the same test runs on a GPU, on a stand-in for its library and on the software
-superchip; whose clock it was is part of the result. Everything that it took is given back, also after Ctrl-C.
+It uses the `Driver` protocol of `memory/driver.py`, so the same test runs on a GPU, on a stand-in for libcuda and on
+the software superchip; the report records which of them it was. It frees everything it allocates, also after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from supertuner.tools.doctor.allocation_plan import AllocationTestPlan
 
 SAMPLE_BYTES: Final = 64
 SAMPLES_PER_BLOCK: Final = 5
-"""Places of a block that the host reads: both ends and between."""
+"""Places of a block that the host reads: both ends, and evenly spaced between them."""
 COPIED_BYTES: Final = 4 * KIB
-"""Of every block, copied by the GPU into host memory and read there."""
+"""Bytes of every block that the GPU copies into host memory to be read there."""
 TIMED_ROUNDS: Final = 3
 MAX_ERRORS_SHOWN: Final = 8
 ClockFunction = Callable[[], float | None]
-"""Seconds. None: time is not known, as the model says of a machine whose figures it lacks."""
+"""Returns seconds, or None if the time is unknown: the model has no figures for some machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class BandwidthMeasurement:
-    """How fast something was, and what the table of machines says of it."""
+    """A measured bandwidth and the expected one from the table of machines."""
 
     name: str
     nbytes: int
@@ -51,13 +51,13 @@ class BandwidthMeasurement:
         return self.nbytes / self.seconds if self.seconds else None
 
     def plus(self, nbytes: int, seconds: float | None) -> BandwidthMeasurement:
-        """With more of the same."""
+        """The sum of this measurement and another part of the same transfer."""
         total = None if seconds is None or self.seconds is None else self.seconds + seconds
         return replace(self, nbytes=self.nbytes + nbytes, seconds=total)
 
     @property
     def ratio(self) -> float | None:
-        """To the table's figure; None where it has none."""
+        """Measured divided by expected; None if either is unknown."""
         if self.bytes_s is None or self.expected is None or not self.expected.value:
             return None
         return self.bytes_s / self.expected.value
@@ -65,19 +65,19 @@ class BandwidthMeasurement:
 
 @dataclass(slots=True)
 class AllocationTestResult:
-    """What became of the test. It passed if there is no problem, nothing wrong, and every block was verified."""
+    """The result of the test. It passed if the driver refused nothing and every block was verified."""
 
     plan: AllocationTestPlan
     gpu_bytes: int
     rates: list[BandwidthMeasurement] = field(default_factory=list)
     verified_blocks: int = 0
-    """Blocks whose samples all had their value."""
+    """Blocks whose samples all had the expected value."""
     wrong_values: list[str] = field(default_factory=list)
-    """Places with another value than was written, the first few."""
+    """The first few places whose value differs from what was written."""
     notes: list[str] = field(default_factory=list)
-    """What was left out, and why."""
+    """Parts of the test that were left out, with the reason."""
     refusal: str | None = None
-    """The driver's refusal that ended the test early."""
+    """The driver error that ended the test early."""
 
     @property
     def passed(self) -> bool:
@@ -85,12 +85,12 @@ class AllocationTestResult:
 
     @property
     def exceeded_gpu_memory(self) -> bool:
-        """Whether it went beyond the GPU's own memory."""
+        """Whether the test allocated more than the GPU's own memory."""
         return self.plan.nbytes > self.gpu_bytes
 
 
 class HeldAllocations:
-    """Memory that a step of the test holds; leaving the `with` gives it back, whatever happened."""
+    """The allocations of one step of the test; leaving the context frees them, also after an error."""
 
     def __init__(self, driver: Driver, device: int, notes: list[str]) -> None:
         self._driver, self._device, self._notes = driver, device, notes
@@ -111,11 +111,11 @@ class HeldAllocations:
             try:
                 self._driver.free(self._addresses.pop())
             except DriverError as refusal:
-                self._notes.append(f"memory was not given back before the end of the process: {refusal}")
+                self._notes.append(f"memory could not be freed before the end of the process: {refusal}")
 
 
 class AllocationTest:
-    """One run of the test."""
+    """One execution of the test on one GPU."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class AllocationTest:
         self._result = AllocationTestResult(plan, device.total_bytes)
 
     def run(self) -> AllocationTestResult:
-        """Every step in turn. A refusal of the driver ends the test and is its finding."""
+        """Run all steps. A driver error ends the test and becomes its result."""
         try:
             with self._hold_allocations() as allocations:
                 managed = allocations.allocate(MemoryKind.MANAGED, self._plan.nbytes)
@@ -142,7 +142,7 @@ class AllocationTest:
                 with self._hold_allocations() as allocations:
                     self._time_link(allocations)
             else:
-                self._result.notes.append(f"the link was not tried: {self._plan.no_link_reason}")
+                self._result.notes.append(f"the link was not tested: {self._plan.no_link_reason}")
         except DriverError as refusal:
             self._result.refusal = str(refusal)
         return self._result
@@ -151,7 +151,7 @@ class AllocationTest:
         return HeldAllocations(self._driver, self._device.number, self._result.notes)
 
     def _fill_blocks(self, managed: AddressRange) -> None:
-        """Every block its own value, by the GPU, which touches it for the first time."""
+        """The GPU fills each block with its own value; this is the first access to the pages."""
         inside, beyond = BandwidthMeasurement("first touch", 0, 0.0), BandwidthMeasurement("first touch, full", 0, 0.0)
         with self._progress.phase("filling managed memory", nbytes=managed.nbytes) as phase:
             for number, block in enumerate(self._blocks(managed)):
@@ -166,9 +166,9 @@ class AllocationTest:
         self._result.rates += [rate for rate in (inside, beyond) if rate.nbytes]
 
     def _verify_blocks(self, managed: AddressRange, bounce: AddressRange) -> None:
-        """Samples of every block, read by the host where they lie, and copied out by the GPU.
+        """Read samples of every block: by the host in place, and through a copy by the GPU.
 
-        The copies go to one place in turn: one that did not happen leaves the value of the block before, which differs.
+        All copies go to the same buffer. A copy that did not happen leaves the previous block's value, which differs.
         """
         with self._progress.phase("verifying by value", items=self._plan.blocks, noun="blocks") as phase:
             for number, block in enumerate(self._blocks(managed)):
@@ -179,7 +179,7 @@ class AllocationTest:
                 phase.advance(items=1)
 
     def _find_difference(self, block: AddressRange, value: int, bounce: AddressRange) -> str:
-        """What is wrong with a block; empty: nothing."""
+        """A description of the first wrong value in a block; empty if all samples are right."""
         for offset in sample_offsets(block.nbytes):
             content = self._driver.read(AddressRange(block.address + offset, SAMPLE_BYTES))
             if content != bytes([value]) * SAMPLE_BYTES:
@@ -192,7 +192,7 @@ class AllocationTest:
         return ""
 
     def _time_resident_memory(self, span: AddressRange) -> None:
-        """Writing and copying managed memory that is on the GPU already."""
+        """Time writes and copies of managed memory that already is on the GPU."""
         if span.nbytes < 2 * COPIED_BYTES:
             return
         try:
@@ -218,7 +218,7 @@ class AllocationTest:
         )
 
     def _time_link(self, allocations: HeldAllocations) -> None:
-        """Both directions between host memory and the GPU's, by plain copies; the values are verified too."""
+        """Time copies in both directions between host and GPU memory, and verify the values."""
         nbytes, number, machine = self._plan.link_bytes, self._device.number, self._machine
         near, far = allocations.allocate(MemoryKind.DEVICE, nbytes), allocations.allocate(MemoryKind.SYSTEM, nbytes)
         bounce = allocations.allocate(MemoryKind.SYSTEM, COPIED_BYTES)
@@ -230,16 +230,16 @@ class AllocationTest:
                 phase.advance(nbytes=nbytes)
 
             self._write(near, 0x5A)
-            copy(far, near)  # the pages of `far` come into being here, and are not timed
+            copy(far, near)  # populates the pages of `far`; not timed
             to_host = self._best_time(lambda: copy(far, near))
-            self._expect_on_host(far, 0x5A, "the host's end of the link")
+            self._expect_on_host(far, 0x5A, "the host's buffer")
             self._write(near, 0xA5)
-            self._expect_on_gpu(near, 0xA5, bounce)  # so that what follows is not what was there before
+            self._expect_on_gpu(near, 0xA5, bounce)  # so that 0x5A can only come from the next copy
             copy(near, far)
             to_device = self._best_time(lambda: copy(near, far))
             self._expect_on_gpu(near, 0x5A, bounce)
         if self._is_in_gpu_memory(far):
-            self._result.notes.append("the link was not timed: the kernel put the host's end into GPU memory")
+            self._result.notes.append("the link was not timed: the kernel placed the host's buffer in GPU memory")
             return
         self._result.rates.append(
             BandwidthMeasurement(
@@ -251,7 +251,7 @@ class AllocationTest:
         )
 
     def _keep_on_host(self, span: AddressRange) -> None:
-        """Where the GPU shares the host's page tables, its first touch would put the pages into its own memory."""
+        """Keep pages in host memory: a GPU with pageable access would move them to its own memory on first access."""
         if not self._device.pageable:
             return
         try:
@@ -259,10 +259,10 @@ class AllocationTest:
             self._driver.prefetch([span], HOST)
             self._driver.synchronize(self._device.number)
         except DriverError as refusal:
-            self._result.notes.append(f"the host's end of the link may have moved: {refusal}")
+            self._result.notes.append(f"the host's buffer may have moved to the GPU: {refusal}")
 
     def _is_in_gpu_memory(self, span: AddressRange) -> bool:
-        """Whether the kernel says that the span lies in GPU memory; where it does not say, it is believed to stay."""
+        """Whether the kernel locates the span in GPU memory; False if the kernel cannot tell."""
         gpu_node = self._device.numa_node
         if gpu_node is None:
             return False
@@ -292,7 +292,7 @@ class AllocationTest:
         self._driver.fill(span, value, self._device.number)
 
     def _best_time(self, action: Callable[[], None]) -> float | None:
-        """The quickest of a few: what it takes when nobody else is in the way."""
+        """The shortest of TIMED_ROUNDS times, which is the least disturbed by other processes."""
         times = []
         for _ in range(TIMED_ROUNDS):
             begin = self._clock()
@@ -310,12 +310,12 @@ def elapsed(begin: float | None, end: float | None) -> float | None:
 
 
 def fill_value(block: int) -> int:
-    """Neighbours differ, and none is zero, which fresh memory is."""
+    """The value of a block: different for neighbours, and never zero, the value of fresh memory."""
     return 1 + block * 7 % 251
 
 
 def sample_offsets(nbytes: int) -> list[int]:
-    """Where a piece is read: its first bytes, its last, and evenly between."""
+    """Offsets of the samples: at the beginning, at the end, and evenly spaced between."""
     last = nbytes - SAMPLE_BYTES
     return [last * step // (SAMPLES_PER_BLOCK - 1) for step in range(SAMPLES_PER_BLOCK)]
 
@@ -331,10 +331,11 @@ def copy_bandwidth(machine: MachineSpec) -> MachineFigure | None:
 
 
 def format_bandwidth(measurement: BandwidthMeasurement) -> str:
-    """`3,512 GB/s, 95 % of the table's 3,705`. Decimal units, as bandwidth is sold."""
+    """`3,512.0 GB/s, 95% of the table's 3,705 (measured)`. Decimal units, as vendors state bandwidth."""
     if measurement.bytes_s is None:
-        return f"not known: {bytes_text(measurement.nbytes)} in a time that the clock does not tell"
+        return f"unknown: {bytes_text(measurement.nbytes)} in an unknown time"
     text = f"{measurement.bytes_s / 1e9:,.1f} GB/s"
-    if measurement.ratio is not None and measurement.expected is not None and measurement.expected.value:
-        text += f", {measurement.ratio:.0%} of the table's {measurement.expected.value / 1e9:,.0f} ({measurement.expected.origin})"
+    expected = measurement.expected
+    if measurement.ratio is not None and expected is not None and expected.value:
+        text += f", {measurement.ratio:.0%} of the table's {expected.value / 1e9:,.0f} ({expected.origin})"
     return text

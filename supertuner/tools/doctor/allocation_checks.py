@@ -1,6 +1,6 @@
-"""The allocation test, judged: one check for the test, one for each figure. Pure.
+"""Checks of the allocation test: one for the test itself, one for each measured bandwidth. Pure.
 
-A figure is judged by the table only where a GPU was behind it: nothing follows from the model's clock or a stand-in's.
+A bandwidth is compared with the table only if a real GPU was measured, not a model or a stand-in for libcuda.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from supertuner.tools.doctor.system_snapshot import FigureOrigin
 
 GROUP: Final = "allocation"
 SLOW_SHARE: Final = 0.6
-"""A share of the table's figure below which something is in the way."""
+"""A bandwidth below this share of the table's figure is a warning."""
 CLOCK_NOTES: Final = {
     "measured": "",
     "modelled": " (modelled)",
-    "stand-in": " (a stand-in's clock: nothing about a GPU)",
+    "stand-in": " (of a stand-in for libcuda; says nothing about a GPU)",
 }
 
 
@@ -28,11 +28,11 @@ def allocation_checks(
     result: AllocationTestResult | AllocationTestSkipped, origin: FigureOrigin
 ) -> Iterator[CheckResult]:
     if isinstance(result, AllocationTestSkipped) and result.failed:
-        remedy = "see who has the GPU, and in which mode: `nvidia-smi -q -d COMPUTE,PIDS`"
-        yield bad(GROUP, "allocation test", f"could not begin: {result.reason}", remedy)
+        remedy = "list the processes on the GPU and its compute mode: `nvidia-smi -q -d COMPUTE,PIDS`"
+        yield bad(GROUP, "allocation test", f"could not start: {result.reason}", remedy)
         return
     if isinstance(result, AllocationTestSkipped):
-        yield absent(GROUP, "allocation test", f"not made: {result.reason}")
+        yield absent(GROUP, "allocation test", f"not run: {result.reason}")
         return
     yield check_allocation_result(result)
     for rate in result.rates:
@@ -45,10 +45,12 @@ def check_allocation_result(result: AllocationTestResult) -> CheckResult:
     name, plan = "allocation test", result.plan
     size = f"{bytes_text(plan.nbytes)} of managed memory on a GPU with {bytes_text(result.gpu_bytes)}"
     if result.refusal is not None:
-        remedy = "see what the driver met: `sudo dmesg | grep -i -E 'nvrm|xid'`; try a smaller --oversubscription-scale"
-        return bad(GROUP, name, f"{size}: the driver refused: {result.refusal}", remedy)
+        remedy = "look for driver errors: `sudo dmesg | grep -i -E 'nvrm|xid'`; try a smaller --oversubscription-scale"
+        return bad(GROUP, name, f"{size}: the driver reported an error: {result.refusal}", remedy)
     if result.wrong_values:
-        remedy = "do not train on this: `nvidia-smi -q -d ECC,PAGE_RETIREMENT` and `sudo dmesg | grep -i xid` first"
+        remedy = (
+            "do not train on this machine; check `nvidia-smi -q -d ECC,PAGE_RETIREMENT` and `sudo dmesg | grep -i xid`"
+        )
         return bad(GROUP, name, f"{size}: WRONG VALUES: {_first_places(result.wrong_values)}", remedy)
     text = f"{size}: filled, {result.verified_blocks} of {plan.blocks} blocks verified by value"
     if plan.limit_reason and plan.remedy and not result.exceeded_gpu_memory:
@@ -64,6 +66,6 @@ def _first_places(places: list[str], shown: int = 2) -> str:
 def check_bandwidth(measurement: BandwidthMeasurement, origin: FigureOrigin) -> CheckResult:
     text = format_bandwidth(measurement) + CLOCK_NOTES[origin]
     if origin == "measured" and measurement.ratio is not None and measurement.ratio < SLOW_SHARE:
-        remedy = "see who else is at work and what holds the clocks down: `nvidia-smi -q -d PERFORMANCE,CLOCK,PIDS`"
+        remedy = "look for other processes and throttled clocks: `nvidia-smi -q -d PERFORMANCE,CLOCK,PIDS`"
         return warning(GROUP, measurement.name, text, remedy)
     return good(GROUP, measurement.name, text)

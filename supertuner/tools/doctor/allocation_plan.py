@@ -1,4 +1,4 @@
-"""How much memory the allocation test may take: a pure decision, which never endangers the machine it is made for."""
+"""Decides how much memory the allocation test may allocate without endangering the machine. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from supertuner.core.types import GIB, MIB, bytes_text
 
 HOST_FLOOR_SHARE: Final = 0.10
 HOST_FLOOR_BYTES: Final = 4 * GIB
-"""Host memory that the test leaves free: this share of it, and at least so much."""
+"""Host memory that the test leaves free: this share of the total, and at least HOST_FLOOR_BYTES."""
 SHARED_POOL_SHARE: Final = 0.5
-"""Of one pool that CPU and GPU share: running out of it takes the whole machine down (GB10), not just the process."""
+"""Share of free memory used where CPU and GPU share one pool: exhausting it takes down the whole machine (GB10), not
+only the process."""
 DRIVER_BLOCK_BYTES: Final = 2 * MIB
 MAX_BLOCK_BYTES: Final = 256 * MIB
 TARGET_BLOCKS: Final = 64
@@ -21,7 +22,7 @@ MAX_RESIDENT_BYTES: Final = 4 * GIB
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
-    """What the machine has, as of now."""
+    """Memory of the machine at this moment, and what its GPU can do with it."""
 
     gpu_bytes: int
     gpu_free: int
@@ -31,12 +32,12 @@ class AvailableMemory:
     concurrent: bool | None
     one_pool: bool | None
     stand_in: bool = False
-    """The GPU is a library that plays one: its memory is host memory too, whatever it says."""
+    """The GPU is emulated by a library, so its memory is host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllocationTestPlan:
-    """The test as it will be made."""
+    """Sizes of the test."""
 
     requested_bytes: int
     nbytes: int
@@ -45,13 +46,13 @@ class AllocationTestPlan:
     gpu_free: int
     resident_bytes: int
     link_bytes: int
-    """Of the buffers on either end of the link; 0: there is no link to try."""
+    """Size of each of the two buffers that test the link; 0: the link is not tested."""
     limit_reason: str
-    """Why it is less than was asked for; empty: it is not."""
+    """Why `nbytes` is less than requested; empty if it is not."""
     no_link_reason: str
-    """Why the link is not tried; empty: it is."""
+    """Why the link is not tested; empty if it is."""
     remedy: str
-    """What would allow more; empty: nothing would, or nothing is missing."""
+    """What would allow a larger test; empty if nothing would, or nothing is missing."""
 
     @property
     def blocks(self) -> int:
@@ -60,17 +61,17 @@ class AllocationTestPlan:
 
 @dataclass(frozen=True, slots=True)
 class AllocationTestSkipped:
-    """There will be no test, and why."""
+    """No test is run, with the reason."""
 
     reason: str
     failed: bool = False
-    """The driver would not even begin, which is no reason but a fault."""
+    """The driver reported an error before the test could start."""
 
 
 def plan_allocation_test(memory: AvailableMemory, scale: float) -> AllocationTestPlan | AllocationTestSkipped:
-    """The test of `scale` × GPU memory, or as much of it as is safe here."""
+    """A test of `scale` × GPU memory, or of as much as is safe on this machine."""
     if memory.managed is False:
-        return AllocationTestSkipped("this GPU has no managed memory: there is nothing that could go beyond its own")
+        return AllocationTestSkipped("this GPU has no managed memory, so nothing can exceed its own memory")
     requested = int(scale * memory.gpu_bytes)
     safe_bytes, reason, remedy = _safe_bytes(memory)
     nbytes, limit_reason = min(requested, safe_bytes), ""
@@ -80,15 +81,15 @@ def plan_allocation_test(memory: AvailableMemory, scale: float) -> AllocationTes
         limit_reason = f"{bytes_text(nbytes)} instead of {bytes_text(requested)}: {reason}"
     if nbytes < 2 * block:
         return AllocationTestSkipped(
-            f"there is no room for a test: {limit_reason or f'{bytes_text(requested)} is too little to try'}"
+            f"too little memory for a test: {limit_reason or f'{bytes_text(requested)} is less than two blocks'}"
         )
     link = (
         0
         if memory.one_pool
         else _round_to_driver_block(min(MAX_LINK_BYTES, memory.gpu_free // 4, _spare_host_bytes(memory) // 2, nbytes))
     )
-    no_room = "there is no room for its buffers"
-    no_link_reason = "CPU and GPU share one pool, and there is none" if memory.one_pool else "" if link else no_room
+    too_small = "there is too little memory for its buffers"
+    no_link_reason = "CPU and GPU share one pool, so there is no link" if memory.one_pool else "" if link else too_small
     resident = _round_to_driver_block(min(MAX_RESIDENT_BYTES, memory.gpu_free // 2, nbytes))
     return AllocationTestPlan(
         requested,
@@ -104,32 +105,32 @@ def plan_allocation_test(memory: AvailableMemory, scale: float) -> AllocationTes
 
 
 def _safe_bytes(memory: AvailableMemory) -> tuple[int, str, str]:
-    """Bytes that are safe, what limits them, and what would allow more."""
+    """(bytes that are safe to allocate, the reason for that limit, what would allow more)."""
     spare = _spare_host_bytes(memory)
     if memory.one_pool:
-        reason = "CPU and GPU share one pool, where going beyond it wedges the machine; half of what is free is tried"
+        reason = "CPU and GPU share one pool, and exhausting it hangs the machine; half of the free memory is tested"
         return int(min(spare, memory.gpu_free) * SHARED_POOL_SHARE), reason, ""
     if memory.concurrent is False:
         return (
             int(memory.gpu_free * 0.9),
-            "without concurrent managed access the GPU cannot go beyond its own memory",
+            "without concurrent managed access the GPU cannot exceed its own memory",
             "",
         )
     if memory.host_available is None:
-        return int(memory.gpu_free * 0.9), "nobody says how much host memory is free, so none of it is taken", ""
+        return int(memory.gpu_free * 0.9), "the amount of free host memory is unknown, so none of it is used", ""
     if memory.stand_in:
-        return spare // 2, "the GPU is a stand-in, whose memory is the host's", ""
+        return spare // 2, "the GPU is a stand-in that uses host memory", ""
     floor_text = bytes_text(_host_floor(memory))
     reason = f"{bytes_text(memory.host_available)} of host memory are available, and {floor_text} stay free"
     return (
         memory.gpu_free + spare,
         reason,
-        "free host memory and try again: `ps aux --sort=-rss | head` shows who has it",
+        "free host memory and try again: `ps aux --sort=-rss | head` lists the largest processes",
     )
 
 
 def _spare_host_bytes(memory: AvailableMemory) -> int:
-    """Host memory that the test may take."""
+    """Host memory that the test may use."""
     return max(0, (memory.host_available or 0) - _host_floor(memory))
 
 
@@ -138,7 +139,7 @@ def _host_floor(memory: AvailableMemory) -> int:
 
 
 def _block_size(nbytes: int) -> int:
-    """About 64 blocks, of 2 to 256 MiB: enough to see where a wrong value lies, few enough to be quick."""
+    """About 64 blocks of 2 to 256 MiB: enough to locate a wrong value, and few enough to be quick."""
     return max(DRIVER_BLOCK_BYTES, min(MAX_BLOCK_BYTES, _round_to_driver_block(nbytes // TARGET_BLOCKS)))
 
 

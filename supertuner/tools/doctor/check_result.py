@@ -1,4 +1,4 @@
-"""One line of the doctor's findings, as data: a mark, what was looked at, what was found, what to do about it."""
+"""One finding of the doctor as data: what was checked, its status, the finding, and the remedy."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from enum import StrEnum
 
 
 class CheckStatus(StrEnum):
-    """The value stands in the JSON report; the sign is for people."""
+    """The values are written to the JSON report."""
 
     GOOD = "good"
     WARNING = "warning"
-    """It works, and something about it costs speed or memory, or will surprise."""
+    """It works, but costs speed or memory, or behaves unexpectedly."""
     BAD = "bad"
-    """It does not work, or it breaks what it was set for."""
+    """It does not work, or prevents training from working."""
     ABSENT = "absent"
-    """Not there, not known, or of no meaning on this machine: no fault by itself."""
+    """Missing, unknown, or meaningless on this machine; not a fault by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """`remedy` names a command wherever the mark is a warning or bad, and is empty where there is nothing to do."""
+    """`remedy` names a command if the status is WARNING or BAD, and is empty if there is nothing to do."""
 
     group: str
     name: str
@@ -28,7 +28,7 @@ class CheckResult:
     finding: str
     remedy: str = ""
     needs_gpu: bool = False
-    """Of no meaning without a GPU: not shown then, since one line says that there is none."""
+    """Meaningless without a GPU; then it is not shown, because one line already reports the missing GPU."""
 
 
 def good(group: str, name: str, finding: str) -> CheckResult:

@@ -1,6 +1,6 @@
-"""The doctor's report: everything that was found, as JSON with a version; docs/doctor.md names every field.
+"""The doctor's report as versioned JSON; docs/doctor.md documents every field.
 
-It is written durably, and never over a file that is not a report of ours, nor over anything that is no file.
+It is written durably. Without --overwrite it replaces only an earlier doctor's report.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from supertuner.tools.doctor.system_snapshot import SystemSnapshot
 DEFAULT_NAME: Final = "gh200_diagnostic_report.json"
 REPORT_KIND: Final = "supertuner doctor"
 SCHEMA_VERSION: Final = 1
-"""Goes up when a field changes its meaning or goes away; new fields may come at any time."""
+"""Incremented when a field is removed or changes its meaning; new fields may be added at any time."""
 MAX_REPORT_BYTES: Final = 16 * MIB
-"""A file above this is no report of ours, and is not read to find out."""
+"""A larger file cannot be a doctor's report, so it is not read to find out."""
 
 
 def build_report(
@@ -165,32 +165,31 @@ def _bandwidth(measurement: BandwidthMeasurement) -> JSON:
 
 
 def report_bytes(report: Mapping[str, JSON]) -> bytes:
-    """What `--json` prints: the same bytes that the file holds."""
+    """The report as JSON: what `--json` prints and the file contains."""
     return json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
 
 
 def report_path(path: Path, overwrite: bool) -> Path:
-    """The file to write, found good before anything is tested; a link is followed, so that it stays one."""
+    """The file to write, with links resolved so that a link stays a link. Raises SuperTunerError if it cannot be
+    written; called before any test runs."""
     target = Path(os.path.realpath(path))
     if path == Path("-") or (path.exists() and not path.is_file()):
-        raise SuperTunerError(
-            f"--report {path}: is not a file; name one, or use --json to have the report on standard output"
-        )
+        raise SuperTunerError(f"--report {path}: is not a file; name a file, or use --json to print the report")
     if not target.parent.is_dir():
-        raise SuperTunerError(f"--report {path}: {target.parent} is not a folder; make it first, or name another file")
+        raise SuperTunerError(f"--report {path}: {target.parent} is not a folder; create it, or name another file")
     if target.exists() and not overwrite and not is_doctor_report(target):
         raise SuperTunerError(
-            f"{path} exists and is no report of `supertuner doctor`; name another with --report, or give --overwrite"
+            f"{path} exists and is not a report of `supertuner doctor`; name another with --report, or give --overwrite"
         )
     if not os.access(target.parent, os.W_OK):
         raise SuperTunerError(
-            f"--report {path}: cannot be written there; name a file in a folder of yours with --report"
+            f"--report {path}: its folder is not writable; name a file in a writable folder with --report"
         )
     return target
 
 
 def is_doctor_report(path: Path) -> bool:
-    """Whether a file carries our mark. One that cannot be read, or is no JSON, does not."""
+    """Whether a file is a doctor's report; False for one that cannot be read or is not JSON."""
     try:
         if path.stat().st_size > MAX_REPORT_BYTES:
             return False

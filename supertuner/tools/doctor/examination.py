@@ -1,4 +1,4 @@
-"""One examination, from the first question to the last byte given back. The one file here that opens a driver."""
+"""Runs the whole examination: snapshot, checks, allocation test. Only this file opens a driver."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from supertuner.core.events import Progress
 from supertuner.core.host import HostFacts
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.driver import Driver, DriverError, NotAvailable
-from supertuner.memory.probe import MachineFacts, free_gpu_bytes, host_available_bytes
 from supertuner.memory.nvml import open_nvml
+from supertuner.memory.probe import MachineFacts, free_gpu_bytes, host_available_bytes
 from supertuner.tools.doctor.allocation import AllocationTest, AllocationTestResult, ClockFunction
 from supertuner.tools.doctor.allocation_checks import allocation_checks
 from supertuner.tools.doctor.allocation_plan import AllocationTestSkipped, AvailableMemory, plan_allocation_test
@@ -28,7 +28,10 @@ def examine_machine(
     progress: Progress,
     show: Callable[[Sequence[CheckResult]], None],
 ) -> DoctorFindings:
-    """Look at this machine, show what was found, then try its memory (`scale`: None does not) and show that."""
+    """Check this machine, `show` the results, then run the allocation test and `show` its results.
+
+    `scale` is the size of the allocation test as a multiple of GPU memory; None skips the test.
+    """
     snapshot, driver = snapshot_this_machine(host, environ)
     checks = all_checks(snapshot)
     show(checks)
@@ -42,15 +45,13 @@ def examine_machine(
 
 
 def snapshot_this_machine(host: HostFacts, environ: Mapping[str, str]) -> tuple[SystemSnapshot, Driver | NotAvailable]:
-    """This machine, by NVIDIA's driver if it is there."""
+    """(the snapshot of this machine, NVIDIA's driver or the reason why it is not available)."""
     driver, nvml, folder = open_cuda(), open_nvml(), Path.cwd()
     library = None if isinstance(driver, NotAvailable) else mapped_library(host)
     try:
         return take_snapshot(host, driver, nvml, environ, folder=folder, library=library), driver
-    except (
-        DriverError
-    ) as refusal:  # it has begun and does not answer: as good as none, and the rest is still to be told
-        no_driver = NotAvailable(f"the driver fails when it is asked for its GPUs: {refusal}")
+    except DriverError as refusal:  # the driver starts but cannot list GPUs: report the rest without it
+        no_driver = NotAvailable(f"the driver cannot list its GPUs: {refusal}")
         return take_snapshot(host, no_driver, nvml, environ, folder=folder, library=library), no_driver
 
 
@@ -63,14 +64,14 @@ def run_allocation_test(
     clock: ClockFunction = time.perf_counter,
     stand_in: bool = False,
 ) -> AllocationTestResult | AllocationTestSkipped:
-    """The allocation test on the first GPU, as large as is safe right now."""
+    """Run the allocation test on the first GPU, as large as is safe at this moment."""
     if isinstance(driver, NotAvailable) or not facts.gpus:
         return AllocationTestSkipped("no GPU")
     gpu = facts.gpus[0]
     try:
         memory = measure_available_memory(facts, driver, host)
     except DriverError as refusal:
-        return AllocationTestSkipped(f"the driver refused: {refusal}", failed=True)
+        return AllocationTestSkipped(f"the driver reported an error: {refusal}", failed=True)
     test_plan = plan_allocation_test(replace(memory, stand_in=stand_in), scale)
     if isinstance(test_plan, AllocationTestSkipped):
         return test_plan
@@ -78,7 +79,7 @@ def run_allocation_test(
 
 
 def measure_available_memory(facts: MachineFacts, driver: Driver, host: HostFacts) -> AvailableMemory:
-    """What there is to take, as of now. GPU memory that the kernel counts as its own is not host memory."""
+    """Memory that is available now. GPU memory that the kernel lists as a NUMA node does not count as host memory."""
     gpu = facts.gpus[0]
     free = free_gpu_bytes(facts, driver, host, gpu.device.number)
     return AvailableMemory(

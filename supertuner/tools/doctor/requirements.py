@@ -1,4 +1,4 @@
-"""Every check in the order in which it is shown, and what `--require` may ask for. Pure."""
+"""All checks in display order, and the requirements that `--require` accepts. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from supertuner.tools.doctor.system_snapshot import SystemSnapshot
 
 @dataclass(frozen=True, slots=True)
 class DoctorFindings:
-    """All findings: what requirements are held against."""
+    """Everything that the doctor found; requirements are evaluated on it."""
 
     snapshot: SystemSnapshot
     checks: tuple[CheckResult, ...]
@@ -27,7 +27,7 @@ class DoctorFindings:
 
     @property
     def memory_corrupted(self) -> bool:
-        """Memory did not hold what was written to it: no machine to train on, whatever was required."""
+        """Whether memory returned other values than were written; such a machine must not be used for training."""
         return isinstance(self.allocation, AllocationTestResult) and bool(self.allocation.wrong_values)
 
 
@@ -38,16 +38,16 @@ def all_checks(snapshot: SystemSnapshot) -> tuple[CheckResult, ...]:
 @dataclass(frozen=True, slots=True)
 class DoctorRequirement:
     description: str
-    """For --help and the docs."""
+    """Shown when the requirement is not met, and in the docs."""
     is_met: Callable[[DoctorFindings], bool | None]
-    """None: nobody knows, which is not met."""
+    """None means unknown, which counts as not met."""
 
 
 def _gpu_ability(name: str) -> Callable[[DoctorFindings], bool | None]:
-    """What the driver says of the first GPU."""
+    """A property of the first GPU, as the driver reports it; False without a GPU."""
 
-    def met(found: DoctorFindings) -> bool | None:
-        gpus = found.snapshot.facts.gpus
+    def met(findings: DoctorFindings) -> bool | None:
+        gpus = findings.snapshot.facts.gpus
         answer: bool | None = getattr(gpus[0].device, name) if gpus else False
         return answer
 
@@ -65,59 +65,64 @@ def _is_known_machine(findings: DoctorFindings) -> bool:
 
 
 REQUIREMENTS: Final[Mapping[str, DoctorRequirement]] = {
-    "gpu": DoctorRequirement("a GPU", lambda found: bool(found.snapshot.facts.gpus)),
-    "known-machine": DoctorRequirement("a machine with a GPU that is in the table", _is_known_machine),
+    "gpu": DoctorRequirement("a GPU", lambda findings: bool(findings.snapshot.facts.gpus)),
+    "known-machine": DoctorRequirement("a machine with a GPU from the table of machines", _is_known_machine),
     "managed": DoctorRequirement("managed memory", _gpu_ability("managed")),
-    "concurrent": DoctorRequirement("CPU and GPU use managed memory at once", _gpu_ability("concurrent_managed")),
+    "concurrent": DoctorRequirement("CPU and GPU can use managed memory at once", _gpu_ability("concurrent_managed")),
     "ats": DoctorRequirement("the GPU uses the host's page tables", _gpu_ability("host_page_tables")),
     "direct": DoctorRequirement("the CPU reads GPU memory in place", _gpu_ability("direct_host_access")),
-    "one-pool": DoctorRequirement("CPU and GPU share one pool", lambda found: found.snapshot.facts.one_pool),
+    "one-pool": DoctorRequirement("CPU and GPU share one pool", lambda findings: findings.snapshot.facts.one_pool),
     "batch-calls": DoctorRequirement("a driver for CUDA 13 or newer", _has_batch_calls),
-    "cuda-torch": DoctorRequirement("a torch for CUDA that sees a GPU", lambda found: bool(found.snapshot.torch.sees)),
-    "stock-torch": DoctorRequirement(
-        "a torch that is known to be unpatched",
-        lambda found: None if found.snapshot.torch.patched is None else not found.snapshot.torch.patched,
+    "cuda-torch": DoctorRequirement(
+        "a CUDA build of torch that sees a GPU", lambda findings: bool(findings.snapshot.torch.sees)
     ),
-    "pages-64k": DoctorRequirement("pages of 64 KiB", lambda found: found.snapshot.facts.page_bytes == PAGE_64K_BYTES),
+    "stock-torch": DoctorRequirement(
+        "a torch that is known to be stock",
+        lambda findings: None if findings.snapshot.torch.patched is None else not findings.snapshot.torch.patched,
+    ),
+    "pages-64k": DoctorRequirement(
+        "pages of 64 KiB", lambda findings: findings.snapshot.facts.page_bytes == PAGE_64K_BYTES
+    ),
     "no-numa-balancing": DoctorRequirement(
-        "NUMA balancing is off or not there", lambda found: not found.snapshot.facts.numa_balancing
+        "NUMA balancing is off or not in the kernel", lambda findings: not findings.snapshot.facts.numa_balancing
     ),
     "no-swap": DoctorRequirement(
         "no swap in use",
-        lambda found: None if found.snapshot.facts.swap_used is None else not found.snapshot.facts.swap_used,
+        lambda findings: None if findings.snapshot.facts.swap_used is None else not findings.snapshot.facts.swap_used,
     ),
     "overflow": DoctorRequirement(
-        "the overflow allocator is built", lambda found: not isinstance(found.snapshot.overflow_library, NotAvailable)
+        "the overflow allocator is built",
+        lambda findings: not isinstance(findings.snapshot.overflow_library, NotAvailable),
     ),
-    "hints": DoctorRequirement("residency hints would be on", lambda found: found.snapshot.hints.on),
+    "hints": DoctorRequirement("residency hints would be on", lambda findings: findings.snapshot.hints.on),
     "allocation": DoctorRequirement(
         "the allocation test passed, beyond GPU memory",
-        lambda found: (
-            isinstance(found.allocation, AllocationTestResult)
-            and found.allocation.passed
-            and found.allocation.exceeded_gpu_memory
+        lambda findings: (
+            isinstance(findings.allocation, AllocationTestResult)
+            and findings.allocation.passed
+            and findings.allocation.exceeded_gpu_memory
         ),
     ),
     "no-traps": DoctorRequirement(
-        "no check is marked ✗", lambda found: not any(check.status is CheckStatus.BAD for check in found.checks)
+        "no check is marked ✗", lambda findings: not any(check.status is CheckStatus.BAD for check in findings.checks)
     ),
 }
 
 
 def parse_requirements(text: str) -> tuple[str, ...]:
-    """The names of `--require`, each once. An unknown one is refused with the list."""
+    """The names in `--require`, without duplicates. Raises OptionError that lists all names if one is unknown."""
     names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in REQUIREMENTS]
     if unknown or not names:
-        what = f"{', '.join(unknown)} is not one of" if unknown else "names nothing; it takes"
-        raise OptionError(f"--require {text!r}: {what} {', '.join(REQUIREMENTS)}")
+        problem = f"unknown: {', '.join(unknown)}" if unknown else "names no requirement"
+        raise OptionError(f"--require {text!r}: {problem}; choose from {', '.join(REQUIREMENTS)}")
     return names
 
 
 def unmet_requirements(names: tuple[str, ...], findings: DoctorFindings) -> list[str]:
-    """Requirements that are not met, in words: `ats: the GPU uses the host's page tables (not known)`."""
+    """Requirements that are not met, as text: `ats: the GPU uses the host's page tables (unknown)`."""
     answers = {name: REQUIREMENTS[name].is_met(findings) for name in names}
-    unknown = {name: " (nobody says)" if answer is None else "" for name, answer in answers.items()}
+    unknown = {name: " (unknown)" if answer is None else "" for name, answer in answers.items()}
     return [
         f"{name}: {REQUIREMENTS[name].description}{unknown[name]}" for name, answer in answers.items() if not answer
     ]

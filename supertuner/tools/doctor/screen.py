@@ -1,4 +1,4 @@
-"""The doctor's findings for people: one line per check, folded to a terminal's width, never folded in a pipe."""
+"""The doctor's findings as text: one line per check, wrapped to the width of a terminal, not wrapped in a pipe."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ PLAIN_SIGNS: Final[Mapping[CheckStatus, str]] = {
     CheckStatus.BAD: "x",
     CheckStatus.ABSENT: "-",
 }
-"""For a terminal or a file that knows only ASCII."""
+"""For output in an encoding without the other signs, such as ASCII."""
 ASCII_REPLACEMENTS: Final[Mapping[str, str]] = {"→": "->", "×": "x", "…": "...", "–": "-"}
 NAME_COLUMN: Final = 22
 MIN_WIDTH: Final = 60
 NO_BREAK_SPACE: Final = "\u00a0"
-"""A space that no line ends at."""
+"""textwrap does not break a line at this space."""
 
 
 def visible_checks(checks: Iterable[CheckResult]) -> list[CheckResult]:
-    """Without those that need a GPU where there is none: one line has said so."""
+    """The checks without those that need a GPU, if there is none."""
     return [
         check
         for check in checks
@@ -40,7 +40,7 @@ def visible_checks(checks: Iterable[CheckResult]) -> list[CheckResult]:
 
 
 def check_lines(check: CheckResult, width: int | None, signs: Mapping[CheckStatus, str] = SIGNS) -> list[str]:
-    """A check as lines of at most `width` signs; None: as one line, however long."""
+    """A check as lines of at most `width` characters; with None as one line."""
     finding, remedy = escape_for_terminal(check.finding), escape_for_terminal(check.remedy)
     head = f"{signs[check.status]} {check.name:<{NAME_COLUMN - 3}} "
     if width is None:
@@ -53,10 +53,12 @@ def check_lines(check: CheckResult, width: int | None, signs: Mapping[CheckStatu
 
 
 def fold_text(text: str, width: int, first: str, rest: str) -> list[str]:
-    """A command stays on one line where it fits, and no word of it is ever broken, so that it can be copied."""
-    room = max(width, MIN_WIDTH) - len(rest)
+    """Wrap text. A command in backquotes stays on one line if it fits, and no word is broken, so it can be copied."""
+    available = max(width, MIN_WIDTH) - len(rest)
     unbroken = re.sub(
-        r"`[^`]+`", lambda found: found[0].replace(" ", NO_BREAK_SPACE) if len(found[0]) <= room else found[0], text
+        r"`[^`]+`",
+        lambda command: command[0].replace(" ", NO_BREAK_SPACE) if len(command[0]) <= available else command[0],
+        text,
     )
     lines = textwrap.wrap(
         unbroken,
@@ -72,7 +74,7 @@ def fold_text(text: str, width: int, first: str, rest: str) -> list[str]:
 def render_lines(
     checks: Iterable[CheckResult], width: int | None, signs: Mapping[CheckStatus, str] = SIGNS
 ) -> Iterator[tuple[str, CheckStatus | None]]:
-    """Every line with the mark of its check (None: a heading). Headings stand on a terminal only."""
+    """(line, status of its check) of every line; None marks a heading. Only terminals get headings."""
     group = ""
     for check in visible_checks(checks):
         if check.group != group and width is not None:
@@ -91,7 +93,7 @@ def summary(checks: Iterable[CheckResult], signs: Mapping[CheckStatus, str] = SI
 
 
 def can_encode_signs(encoding: str) -> bool:
-    """Whether our signs can be written in this encoding."""
+    """Whether this encoding contains the signs."""
     try:
         "".join((*SIGNS.values(), *ASCII_REPLACEMENTS)).encode(encoding)
     except (UnicodeEncodeError, LookupError):
@@ -100,7 +102,7 @@ def can_encode_signs(encoding: str) -> bool:
 
 
 def to_ascii(line: str) -> str:
-    """A line in ASCII, for where nothing else can be written."""
+    """The line in ASCII; a character without a replacement becomes `?`."""
     for sign, replacement in ASCII_REPLACEMENTS.items():
         line = line.replace(sign, replacement)
     return line.encode("ascii", "replace").decode()

@@ -1,4 +1,4 @@
-"""Torch, the environment and our own parts, judged. Pure: a situation in, checks out."""
+"""Checks of torch, environment variables and SuperTuner's own parts. Pure: a snapshot in, checks out."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ def software_checks(snapshot: SystemSnapshot) -> Iterator[CheckResult]:
 def check_torch(snapshot: SystemSnapshot) -> CheckResult:
     facts, has_gpu = snapshot.torch, bool(snapshot.facts.gpus)
     if facts.problem is not None:
-        remedy = "`make setup` installs the tested one; a CUDA build also needs its NVIDIA packages (`pip check`)"
-        return bad(TORCH, "torch", f"does not work: {facts.problem}", remedy)
+        remedy = "install the tested version: `make setup`; a CUDA build also needs its NVIDIA packages (`pip check`)"
+        return bad(TORCH, "torch", f"cannot be imported: {facts.problem}", remedy)
     if facts.cuda is None:
         build = f"{facts.version}, a build for ROCm" if facts.hip else f"{facts.version}, a build without CUDA"
         if has_gpu:
-            return bad(TORCH, "torch", f"{build}: it cannot use the GPU that is here", CUDA_TORCH_REMEDY)
+            return bad(TORCH, "torch", f"{build}: it cannot use this machine's GPU", CUDA_TORCH_REMEDY)
         return good(TORCH, "torch", f"{build}, which is right without a GPU")
     text = f"{facts.version}, for CUDA {facts.cuda}"
     if facts.sees:
         return good(TORCH, "torch", f"{text}; sees {facts.sees} GPU{'s' if facts.sees != 1 else ''}")
     if not has_gpu:
-        return absent(TORCH, "torch", f"{text}; sees no GPU, and there is none")
+        return absent(TORCH, "torch", f"{text}; sees no GPU, because there is none")
     version = snapshot.facts.driver_version
     if version is not None and version // 1000 < int(facts.cuda.split(".")[0]):
         finding = f"{text}: newer than the driver (CUDA {version // 1000}), so it sees no GPU"
-        remedy = f"a newer driver, or a torch for it: {CUDA_TORCH_REMEDY.replace('cu130', 'cu126')}"
+        remedy = f"install a newer driver, or a torch for this one: {CUDA_TORCH_REMEDY.replace('cu130', 'cu126')}"
         return bad(TORCH, "torch", finding, remedy)
-    remedy = '`python -c "import torch; torch.cuda.init()"` says why; look at CUDA_VISIBLE_DEVICES too'
-    return bad(TORCH, "torch", f"{text}: sees no GPU, though the driver has one", remedy)
+    remedy = 'run `python -c "import torch; torch.cuda.init()"` for the reason, and check CUDA_VISIBLE_DEVICES'
+    return bad(TORCH, "torch", f"{text}: sees no GPU, although the driver lists one", remedy)
 
 
 def check_torch_patches(snapshot: SystemSnapshot) -> CheckResult:
-    """By what torch's own reader of allocator settings says to `use_uvm` (torch_probe.py)."""
+    """Whether torch is patched: whether its parser of allocator settings accepts `use_uvm` (torch_probe.py)."""
     if snapshot.torch.patched is None:
-        why = "a build without CUDA takes any setting" if snapshot.torch.cuda is None else "it takes any setting"
-        return absent(TORCH, "patches", f"stock or patched cannot be told: {why}")
+        why = "a build without CUDA accepts any setting" if snapshot.torch.cuda is None else "it accepts any setting"
+        return absent(TORCH, "patches", f"unknown whether stock or patched: {why}")
     if snapshot.torch.patched:
-        finding = "a patched torch: its allocator knows use_uvm; its unified memory and ours must not both be on"
-        remedy = "use ours (memory.overflow.enabled) and `unset PYTORCH_CUDA_ALLOC_CONF`, or leave ours off"
+        finding = "a patched torch, which accepts use_uvm; its unified memory and memory.overflow must not both be on"
+        remedy = "to use memory.overflow.enabled, `unset PYTORCH_CUDA_ALLOC_CONF`; otherwise leave it off"
         return warning(TORCH, "patches", finding, remedy)
-    return good(TORCH, "patches", "stock: use_uvm is refused, as it should be")
+    return good(TORCH, "patches", "stock: it rejects use_uvm, as it should")
 
 
 def check_allocator_settings(snapshot: SystemSnapshot) -> CheckResult:
@@ -71,18 +71,18 @@ def check_allocator_settings(snapshot: SystemSnapshot) -> CheckResult:
     if not snapshot.allocator_variables:
         return good(TORCH, name, "none set")
     if snapshot.torch.refuses:
-        unknown = f"torch knows no {', '.join(snapshot.torch.refuses)}, and stops at its first use of the GPU"
-        return bad(TORCH, name, unknown, f"mend it, or `unset {' '.join(snapshot.allocator_variables)}`")
+        unknown = f"torch does not know {', '.join(snapshot.torch.refuses)} and fails at its first use of the GPU"
+        return bad(TORCH, name, unknown, f"correct it, or `unset {' '.join(snapshot.allocator_variables)}`")
     keys = {
         var: [one.key for one in alloc_conf.parse_entries(text) if one.is_uvm_key]
         for var, text in snapshot.allocator_variables.items()
     }
-    holding = [var for var, found in keys.items() if found]
+    holding = [var for var, uvm_keys in keys.items() if uvm_keys]
     if not holding:
         return good(TORCH, name, ", ".join(f"{var}={text}" for var, text in snapshot.allocator_variables.items()))
-    keys_text = "; ".join(f"{var} holds {', '.join(keys[var])}" for var in holding)
+    keys_text = "; ".join(f"{var} contains {', '.join(keys[var])}" for var in holding)
     remedy = (
-        f"`unset {' '.join(holding)}`, then {SOURCE_SCRIPT_REMEDY}: ratio and pattern travel in variables of their own"
+        f"`unset {' '.join(holding)}`, then {SOURCE_SCRIPT_REMEDY}, which sets ratio and pattern in separate variables"
     )
     wrong = [
         f"{var}: {what}"
@@ -90,15 +90,13 @@ def check_allocator_settings(snapshot: SystemSnapshot) -> CheckResult:
         for what in alloc_conf.alloc_conf_problems(snapshot.allocator_variables[var])
     ]
     if snapshot.torch.patched:
-        return good(TORCH, name, f"{keys_text}, which this patched torch knows")
+        return good(TORCH, name, f"{keys_text}, which this patched torch accepts")
     if wrong:
         return bad(TORCH, name, "; ".join(wrong), remedy)
-    finding = f"{keys_text}: SuperTuner takes that as settings of memory.overflow and keeps it from torch"
+    finding = f"{keys_text}: SuperTuner reads it as memory.overflow settings and hides it from torch"
     if snapshot.torch.cuda is None:
-        return warning(TORCH, name, f"{finding}; other programs stop as soon as torch is a stock CUDA build", remedy)
-    return bad(
-        TORCH, name, f"{finding}; in any other program stock torch refuses it at its first use of the GPU", remedy
-    )
+        return warning(TORCH, name, f"{finding}; other programs fail if torch is a stock CUDA build", remedy)
+    return bad(TORCH, name, f"{finding}; in other programs stock torch fails at its first use of the GPU", remedy)
 
 
 def check_memory_fraction(snapshot: SystemSnapshot) -> CheckResult:
@@ -107,9 +105,12 @@ def check_memory_fraction(snapshot: SystemSnapshot) -> CheckResult:
     ]
     if not holding:
         return good(TORCH, "memory fraction", "not set")
-    finding = f"{holding[0]} sets {alloc_conf.MEMORY_FRACTION_KEY}: it counts spilled bytes too, so overflow is refused together with it"
+    finding = (
+        f"{holding[0]} sets {alloc_conf.MEMORY_FRACTION_KEY}, which also limits overflowed bytes; "
+        "memory.overflow cannot be enabled together with it"
+    )
     remedy = (
-        f"take it out of {holding[0]}, or `unset {holding[0]}`; memory.overflow.gpu_reserve_gb keeps GPU memory free"
+        f"remove it from {holding[0]}, or `unset {holding[0]}`; memory.overflow.gpu_reserve_gb keeps GPU memory free"
     )
     return warning(TORCH, "memory fraction", finding, remedy)
 
@@ -128,16 +129,16 @@ def check_setting_variable(variable: SettingVariable) -> CheckResult:
         state = "unset" if variable.given is None else "empty"
         rest = "" if variable.value is None else f": {variable.setting} is {value}"
         return absent(ENVIRONMENT, label, f"{variable.name} is {state}{rest}")
-    return good(ENVIRONMENT, label, f"{variable.name} gives {variable.setting} = {value}")
+    return good(ENVIRONMENT, label, f"{variable.name} sets {variable.setting} = {value}")
 
 
 def check_own_variables(snapshot: SystemSnapshot) -> CheckResult:
     name, count = "SUPERTUNER_…", len(snapshot.setting_variables)
     if snapshot.settings_problems:
-        remedy = "`supertuner config show CONFIG` names the settings; unset what is not one"
+        remedy = "list the settings with `supertuner config show CONFIG`, and unset the others"
         return bad(ENVIRONMENT, name, "; ".join(snapshot.settings_problems), remedy)
     if not count:
-        return absent(ENVIRONMENT, name, "no setting is given by a variable of ours")
+        return absent(ENVIRONMENT, name, "no SUPERTUNER_ variable is set")
     return good(ENVIRONMENT, name, f"{count} set: {', '.join(snapshot.setting_variables)}")
 
 
@@ -150,8 +151,8 @@ def check_hints(snapshot: SystemSnapshot) -> CheckResult:
     )
     if requested_by_variable and enabled.asked and snapshot.facts.gpus:
         return warning(PARTS, "hints", f"would be off: {enabled.reason}", "`unset SIMPLETUNER_GH200_ENABLE_UVM_HINTS`")
-    unasked = enabled.asked is None and bool(snapshot.facts.gpus)
-    return absent(PARTS, "hints", f"would be off: {enabled.reason}", SOURCE_SCRIPT_REMEDY if unasked else "")
+    not_requested = enabled.asked is None and bool(snapshot.facts.gpus)
+    return absent(PARTS, "hints", f"would be off: {enabled.reason}", SOURCE_SCRIPT_REMEDY if not_requested else "")
 
 
 def check_overflow_allocator(snapshot: SystemSnapshot) -> CheckResult:
@@ -169,5 +170,5 @@ BUILD_REMEDY: Final = (
 def check_compiler(snapshot: SystemSnapshot) -> CheckResult:
     if snapshot.resources.compiler is not None:
         return good(PARTS, "compiler", snapshot.resources.compiler)
-    finding = "none: the overflow allocator cannot be built, nor anything by torch.compile"
+    finding = "none: the overflow allocator cannot be built, and torch.compile does not work"
     return warning(PARTS, "compiler", finding, "`sudo apt install gcc`")

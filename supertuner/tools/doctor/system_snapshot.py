@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from supertuner.config.sources import gh200_exports as exports
 from supertuner.config.sources import environment
+from supertuner.config.sources import gh200_exports as exports
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import ConfigError, ConfigProblem
 from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
 from supertuner.memory.driver import Driver, NotAvailable
 from supertuner.memory.hints.enabled import HintDecision, decide_hints, hint_support
-from supertuner.memory.probe import MachineFacts, host_available_bytes, probe_machine, read_meminfo
 from supertuner.memory.nvml import NvmlLibrary
+from supertuner.memory.probe import MachineFacts, host_available_bytes, probe_machine, read_meminfo
 from supertuner.tools.doctor.torch_probe import ALLOCATOR_VARIABLES, TorchProbeResult, probe_torch
 
 DriverKind: TypeAlias = Literal["cuda", "none"]
@@ -114,9 +114,7 @@ def take_snapshot(
         }
         return SystemSnapshot(
             facts=facts,
-            driver=DriverIdentity(
-                "none" if isinstance(driver, NotAvailable) else "cuda", library, figure_origin(host)
-            ),
+            driver=DriverIdentity("none" if isinstance(driver, NotAvailable) else "cuda", library, figure_origin(host)),
             torch=torch_facts.result(),
             variables=variables,
             allocator_variables={name: environ[name] for name in ALLOCATOR_VARIABLES if environ.get(name)},

@@ -1,10 +1,10 @@
-"""What torch is here, asked of a child process: a torch that cannot be imported, or that hangs, costs one line.
+"""Examines the installed torch in a child process, so that a torch that fails to import or hangs is only a finding.
 
-A patched torch is told from a stock one by its parser: the child hands the text `use_uvm:True` to torch's own reader of
-allocator settings. A stock CUDA build refuses the key, a patched one takes it. Nothing is initialised by that, no
-context is made, and what the child has set ends with it. A CPU build takes any text, and so may a reader that checks
-nothing: a key that nobody can know is tried first, and where that one passes the answer is "unknown". The same reader
-tells which keys of this environment's allocator variables torch does not know: a run would end with the first of them.
+The parser of allocator settings distinguishes a patched torch from a stock one: the child passes it `use_uvm:True`,
+which a stock CUDA build rejects and a patched one accepts. This initialises nothing, creates no context, and its effect
+ends with the child. A CPU build accepts any text, and so would a parser without checks; therefore an invented key is
+tried first, and if that is accepted the answer is "unknown". The same parser shows which keys of the environment's
+allocator variables torch does not know; a run would fail at the first of them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from supertuner.config.sources import alloc_conf
 
 TIMEOUT_S: Final = 120.0
 ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Kept from the child: a key in them that torch refuses would end it before it can answer."""
+"""Removed from the child's environment: a key that torch rejects would end the child before it can answer."""
 
 PROBE_SCRIPT: Final = """
 import json, sys
 try:
     import torch
-except Exception as error:  # whatever it is, it is the answer
+except Exception as error:  # any failure to import is the result
     print(json.dumps({"problem": f"{type(error).__name__}: {error}"}))
     sys.exit()
 
@@ -41,40 +41,40 @@ def refusal(settings):
 def accepts(settings):
     return not refusal(settings)
 
-found = {"version": str(torch.__version__), "cuda": torch.version.cuda, "hip": torch.version.hip}
-found["file"] = torch.__file__
-if found["cuda"] is not None:
-    found["sees"] = torch.cuda.device_count()
-    found["patched"] = None if accepts("supertuner_no_such_key:True") else accepts("use_uvm:True")
-    # Other refusals may be due to the moment: a backend, say, is chosen before the first line of this.
-    found["refuses"] = [key for key, written in json.loads(sys.argv[1]) if "Unrecognized key" in refusal(written)]
-print(json.dumps(found))
+result = {"version": str(torch.__version__), "cuda": torch.version.cuda, "hip": torch.version.hip}
+result["file"] = torch.__file__
+if result["cuda"] is not None:
+    result["sees"] = torch.cuda.device_count()
+    result["patched"] = None if accepts("supertuner_no_such_key:True") else accepts("use_uvm:True")
+    # Other rejections may depend on the state of this process; a backend, for example, is already chosen.
+    result["refuses"] = [key for key, written in json.loads(sys.argv[1]) if "Unrecognized key" in refusal(written)]
+print(json.dumps(result))
 """
 
 
 @dataclass(frozen=True, slots=True)
 class TorchProbeResult:
-    """What the child said. None: not known, or of no meaning in this build."""
+    """The child's answer. None means unknown, or meaningless in this build."""
 
     version: str | None = None
     cuda: str | None = None
-    """The CUDA that it was built for; None is a build without CUDA."""
+    """The CUDA version that it was built for; None for a build without CUDA."""
     hip: str | None = None
     sees: int | None = None
-    """GPUs that it finds; None in a build without CUDA."""
+    """Number of GPUs that it sees; None for a build without CUDA."""
     patched: bool | None = None
-    """Whether its allocator knows the seeds' `use_uvm`."""
+    """Whether its allocator accepts `use_uvm`, the setting of the patched torch of the GH200 forks."""
     refuses: tuple[str, ...] = ()
-    """Keys in its allocator variables that it does not know; the seeds' are not asked about here."""
+    """Keys in its allocator variables that it does not know; the keys of the GH200 forks are not tested here."""
     file: str | None = None
     problem: str | None = None
-    """Why nothing of this is known."""
+    """Why torch could not be examined."""
 
 
 def probe_torch(
     environ: Mapping[str, str], python: str = sys.executable, timeout_s: float = TIMEOUT_S
 ) -> TorchProbeResult:
-    """Ask the torch that `python` would import in this environment."""
+    """Examine the torch that `python` imports in this environment."""
     foreign_entries = [
         one
         for name in ALLOCATOR_VARIABLES
@@ -98,14 +98,14 @@ def probe_torch(
 
 
 def parse_answer(out: str, err: str, code: int) -> TorchProbeResult:
-    """The child's last line; a child that died without one is itself the finding."""
+    """Parse the last line of the child's output; a child that ended without one becomes a result with a problem."""
     lines = out.strip().splitlines()
     try:
         answered = json.loads(lines[-1]) if lines else None
     except ValueError:
         answered = None
     if not isinstance(answered, dict):
-        last = err.strip().splitlines()[-1:] or ["it said nothing"]
+        last = err.strip().splitlines()[-1:] or ["no output"]
         return TorchProbeResult(problem=f"importing it ended with code {code}: {last[0]}")
     known = {name: answered[name] for name in TorchProbeResult.__slots__ if name in answered}
     return TorchProbeResult(**{**known, "refuses": tuple(answered.get("refuses", ()))})

@@ -1,47 +1,139 @@
-"""Saves of a run that goes on: copied between two windows, written by a thread, told when they are on disk.
+"""Saves checkpoints while training goes on: copies the run between two windows, and writes the copy in a thread.
 
-What is written is what the run was when `save` returned; training changes nothing of it. One save is written at a time,
-in the order of their steps, and each of them is: a save that comes while another is being written waits for it. A save
-that was due and failed ends the run at its next window, one that was asked for is refused. Where there is no room for a
-copy, training waits until the save is written.
+A checkpoint holds the run as it was when `save` returned. Saves are written one at a time, in the order of their steps,
+and none is skipped: a save waits for the one before. A scheduled save that fails ends the run at its next window; one
+that was requested from outside only reports its failure. If there is not enough memory for a copy, training waits until
+the save is written.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import token_hex
 from types import TracebackType
+from typing import TypeAlias
+
+import torch
 
 from supertuner.core.errors import CheckpointError, RunFolderError
-from supertuner.core.events import NoteEvent, WarningEvent
+from supertuner.core.events import Event, NoteEvent, WarningEvent
 from supertuner.core.types import JSON, bytes_text
-from supertuner.models.spec import Tensors
-from supertuner.train.checkpoint import durable_save as checkpoint
-from supertuner.train.checkpoint.host_copies import HostCopies
-from supertuner.train.checkpoint.save_job import SaveAbandonedError, SaveCallback, SaveJob
+from supertuner.train.checkpoint.durable_save import save_checkpoint
+from supertuner.train.checkpoint.manifest import CHECKPOINTS_DIR, checkpoint_name
 from supertuner.train.checkpoint.state import collect_constant_state, collect_contents
+from supertuner.train.checkpoint.write import CheckpointContents, CheckpointSharding, SaveAbandonedError
 from supertuner.train.run.training_run import TrainingRun
 
+SaveCallback: TypeAlias = Callable[[Path | None, str], None]
+"""Called once, with the checkpoint's path, or with None and the reason. Possibly by the writer thread."""
+
+
+@dataclass(eq=False, slots=True)
+class SaveJob:
+    """Buffers events of the writer thread; the training thread emits them, and shows progress while it waits for the
+    writer. So displays and heartbeats are only used by the training thread."""
+
+    step: int
+    required: bool
+    """Whether a failure ends the run."""
+    events: list[Event] = field(default_factory=list)
+    nbytes: int = 0
+    """Bytes that this process writes; 0 until they are known."""
+    done_bytes: int = 0
+    """Bytes written so far."""
+    _callbacks: list[SaveCallback] = field(default_factory=list)
+    _outcome: tuple[Path | None, str] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def emit(self, event: Event, /) -> None:
+        self.events.append(event)
+
+    def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> SaveJob:
+        self.nbytes += nbytes
+        return self
+
+    def advance(self, items: int = 0, nbytes: int = 0) -> None:
+        self.done_bytes += nbytes
+
+    def __enter__(self) -> SaveJob:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def add_callback(self, callback: SaveCallback) -> None:
+        """Call it when the save has ended; at once if it has ended already."""
+        with self._lock:
+            if self._outcome is None:
+                self._callbacks.append(callback)
+                return
+        callback(*self._outcome)
+
+    def finish(self, path: Path | None, reason: str) -> None:
+        with self._lock:
+            self._outcome = path, reason
+        for callback in self._callbacks:
+            callback(path, reason)
+
+
+class HostCopies:
+    """Copies of tensors in host memory, which are written while training changes the tensors. For one thread.
+
+    Memory of released copies is reused: the first touch of a page costs more than the copy, and the memory is needed at
+    every checkpoint anyway.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[tuple[torch.dtype, torch.Size], list[torch.Tensor]] = defaultdict(list)
+        self._in_use: list[torch.Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, in use or free."""
+        return sum(one.nbytes for kept in (*self._free.values(), self._in_use) for one in kept)
+
+    def copy_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Contiguous copies; the copying is complete when this returns."""
+        return {name: self._copy(tensor.detach()) for name, tensor in tensors.items()}
+
+    def release_all(self) -> None:
+        """Make the memory of all copies available for the next ones."""
+        for tensor in self._in_use:
+            self._free[tensor.dtype, tensor.shape].append(tensor)
+        self._in_use.clear()
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        free = self._free[tensor.dtype, tensor.shape]
+        copy = free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._in_use.append(copy)
+        return copy.copy_(tensor)
+
+
 WARN_AFTER_S = 1.0
-"""Training that waits for longer than this until an earlier checkpoint is written is told so, once."""
+"""If training waits longer than this for an earlier checkpoint, it warns, once."""
 
 POLL_S = 0.02
 SHOW_PROGRESS_AFTER_S = 0.5
-"""Training that waits longer than this shows how far the save is."""
+"""If training waits longer than this, it shows the progress of the save."""
 SHARED_SAVE_TIMEOUT_S = 5.0
-"""How long a save that others share is waited for once an error ends the run: they may be gone."""
+"""After an error, how long to wait for a sharded save: the other ranks may be gone."""
 
 
 class CheckpointSaver:
-    """Of one run, from `with` on. Leaving waits for the save that is being written; an interrupt gives it up.
+    """The saver of one run, a context manager. Leaving waits for the save in progress; an interrupt abandons it.
 
-    Where processes share out what is trained, each of them saves its own part, and they agree between two windows on
-    what became of it; otherwise the first saves everything, and the others do nothing here.
+    If ranks shard the trained weights, each of them saves its own shard, and between windows they agree on the outcome.
+    Otherwise rank 0 saves everything, and the other ranks do nothing here.
     """
 
     def __init__(self, run: TrainingRun) -> None:
@@ -59,24 +151,26 @@ class CheckpointSaver:
         self._warned_of_waiting = self._noted_lack_of_room = False
 
     def save(self) -> None:
-        """Save the run as it is now; if that fails, it ends."""
+        """Save the run as it is now; a failure ends the run, at the next `report_if_finished` or `wait`."""
         self._start(required=True)
 
     def save_on_request(self, callback: SaveCallback | None) -> None:
-        """Save the run as it is now for somebody who asked; if that fails, it goes on. `answer` is given by the process
-        that knows who asked."""
+        """Save the run as it is now, for a request from outside; a failure does not end the run.
+
+        `callback` is None on ranks other than 0, which do not know the request.
+        """
         if self._last_job is None or self._last_job.step != self._run.step:
             self._start(required=False)
         if callback is not None and self._last_job is not None:
             self._last_job.add_callback(callback)
 
     def report_if_finished(self) -> None:
-        """Tell of a save that has ended meanwhile. CheckpointError if it was due, and failed."""
+        """Emit the outcome of a save that has ended. CheckpointError if it was a scheduled one and failed."""
         if self._future is not None and not self._is_running(self._future):
             self._finish(self._future)
 
     def wait(self) -> None:
-        """Until what was begun is on disk, and told. CheckpointError if it was due, and failed."""
+        """Wait for the save in progress, and emit its outcome. CheckpointError if it was a scheduled one and failed."""
         if self._future is None:
             return
         self._wait_showing_progress(self._future)
@@ -102,24 +196,20 @@ class CheckpointSaver:
         self._wait_for_earlier()
         if self._constant_state is None:
             self._constant_state = collect_constant_state(self._run)
-        contents = collect_contents(self._run)
-        parts = contents.parts
+        contents, row_offsets = collect_contents(self._run, self._constant_state)
         copied = self._has_room_for_copy(
-            sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
+            sum(tensor.nbytes for tensors in contents.parts.values() for tensor in tensors.values())
         )
         if copied:
-            parts = {name: self._copies.copy_tensors(tensors) for name, tensors in parts.items()}
+            parts = {name: self._copies.copy_tensors(tensors) for name, tensors in contents.parts.items()}
+            contents = replace(contents, parts=parts)
         sharding = None
         if self._sharded:
             self._save_count += 1
             process_group, save_id = self._run.process_group, f"{self._session_id}-{self._save_count}"
-            sharding = checkpoint.CheckpointSharding(
-                process_group.rank, process_group.world_size, save_id, contents.row_offsets
-            )
+            sharding = CheckpointSharding(process_group.rank, process_group.world_size, save_id, row_offsets)
         job = self._last_job = SaveJob(self._run.step, required)
-        self._future = self._executor.submit(
-            self._write, job, parts, {**self._constant_state, **contents.state}, sharding
-        )
+        self._future = self._executor.submit(self._write, job, contents, sharding)
         if not copied:
             self.wait()
 
@@ -133,52 +223,42 @@ class CheckpointSaver:
                 f"training waited {waited_s:.1f} s at step {self._run.step} until an earlier checkpoint was written; "
                 "raise checkpoints.every_steps, or write to a faster disk"
             )
-            self._run.sink.emit(WarningEvent("checkpoint", text))
+            self._run.context.sink.emit(WarningEvent("checkpoint", text))
 
     def _has_room_for_copy(self, nbytes: int) -> bool:
-        """Whether a copy leaves at least half of the memory that is free: the next window wants some of it, too. Where
-        processes share out what is saved, all those of the node take theirs at the same moment."""
+        """Whether a copy takes at most half of the free host memory: the next window needs some, too. In a sharded save
+        all ranks of the node copy at the same time."""
         if not self._run.config.checkpoints.in_background:
             return False
         writer_count = self._run.process_group.local_world_size if self._sharded else 1
-        needed, free = writer_count * (nbytes - self._copies.nbytes), self._run.host.memory_available()
+        needed, free = writer_count * (nbytes - self._copies.nbytes), self._run.context.host.memory_available()
         short = free is not None and needed > free // 2
         if self._sharded:
             short = bool(self._run.process_group.all_reduce_max([int(short)])[0])
         if short and not self._noted_lack_of_room:
             self._noted_lack_of_room = True
             text = (
-                f"training waits while checkpoints are written: a copy of {bytes_text(writer_count * nbytes)} would take "
-                f"more than half of the host memory that is free ({bytes_text(free or 0)})"
+                f"training waits while checkpoints are written: a copy of {bytes_text(writer_count * nbytes)} would "
+                f"take more than half of the free host memory ({bytes_text(free or 0)})"
             )
-            self._run.sink.emit(NoteEvent("checkpoint", text))
+            self._run.context.sink.emit(NoteEvent("checkpoint", text))
         return not short
 
-    def _write(
-        self,
-        job: SaveJob,
-        parts: Mapping[str, Tensors],
-        state: Mapping[str, JSON],
-        sharding: checkpoint.CheckpointSharding | None,
-    ) -> Path:
-        """In the thread: everything onto the disk, or an error, and whoever asked is told."""
+    def _write(self, job: SaveJob, contents: CheckpointContents, sharding: CheckpointSharding | None) -> Path:
+        """Runs in the writer thread: write the checkpoint durably, and call the callbacks in any case."""
         run = self._run
         try:
             for log in (run.loss_log, run.validation_log):
                 log.sync()
-            path = checkpoint.save_checkpoint(
-                run.folder / checkpoint.CHECKPOINTS_DIR,
-                job.step,
-                parts,
-                state,
+            path = save_checkpoint(
+                run.context.run_dir / CHECKPOINTS_DIR,
+                contents,
+                replace(run.context, sink=job, progress=job),
                 keep=run.config.checkpoints.keep,
-                host=run.host,
-                sink=job,
-                progress=job,
                 raise_if_abandoned=self._raise_if_abandoned,
                 sharding=sharding,
             )
-        except BaseException as error:  # whatever it is, whoever asked is not left waiting
+        except BaseException as error:  # any error: requests must be answered
             job.finish(None, str(error) or type(error).__name__)
             raise
         job.finish(path, "")
@@ -186,21 +266,21 @@ class CheckpointSaver:
 
     def _raise_if_abandoned(self) -> None:
         if self._abandon_reason is not None:
-            raise SaveAbandonedError(f"the checkpoint was given up: {self._abandon_reason}")
+            raise SaveAbandonedError(f"the checkpoint was abandoned: {self._abandon_reason}")
 
     def _is_running(self, future: Future[Path]) -> bool:
-        """Whether it is still being written. Those who share ask each other: if one has failed, the others give up."""
+        """Whether the save is still being written, by any rank of a sharded one; if one has failed, all abandon it."""
         if not self._sharded:
             return not future.done()
         ended = future.done()
         failed = ended and future.exception() is not None
         running_somewhere, failed_somewhere = self._run.process_group.all_reduce_max([int(not ended), int(failed)])
         if failed_somewhere:
-            self._abandon_reason = "another process could not write its part; the log of the run says why"
+            self._abandon_reason = "another rank could not write its shard; the log of the run contains the reason"
         return bool(running_somewhere)
 
     def _wait_showing_progress(self, future: Future[Path]) -> None:
-        """Wait, and show how far it is if that takes long."""
+        """Wait for the save; show its progress if that takes long."""
         job, started_s, shown, running = self._last_job, time.monotonic(), 0, True
         assert job is not None
         with ExitStack() as open_phase:
@@ -211,51 +291,51 @@ class CheckpointSaver:
                     time.sleep(POLL_S)
                 running = self._is_running(future)
                 if phase is None and running and time.monotonic() - started_s > SHOW_PROGRESS_AFTER_S and job.nbytes:
-                    title = f"saving {checkpoint.checkpoint_name(job.step)}"
-                    phase = open_phase.enter_context(self._run.progress.phase(title, nbytes=job.nbytes))
+                    title = f"saving {checkpoint_name(job.step)}"
+                    phase = open_phase.enter_context(self._run.context.progress.phase(title, nbytes=job.nbytes))
                 done = job.done_bytes
                 if phase is not None and done > shown:
                     phase.advance(nbytes=done - shown)
                     shown = done
 
     def _finish(self, future: Future[Path]) -> None:
-        """Tell what became of a save that has ended, in all processes that wrote it."""
+        """Report the outcome of a save that has ended; in a sharded save, the errors of all ranks."""
         error = future.exception()
         if self._sharded and self._abandon_reason is not None:
             own_error = "" if error is None or isinstance(error, SaveAbandonedError) else str(error)
-            errors = [one.decode() for one in self._run.process_group.all_gather(own_error.encode())]
-            text = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(errors) if one)
+            errors = [content.decode() for content in self._run.process_group.all_gather(own_error.encode())]
+            text = "; ".join(f"rank {rank}: {message}" for rank, message in enumerate(errors) if message)
             error = error if own_error else CheckpointError(text or str(error))
         self._abandon_reason = None
         self._report_outcome(future, error)
 
     def _finish_after_error(self, future: Future[Path], *, at_once: bool) -> None:
-        """The same while an error ends the run, of which others tell; processes that share the save may be gone."""
+        """Report the outcome while another error ends the run, without collectives: other ranks may be gone."""
         if not at_once:
             wait_for([future], timeout=SHARED_SAVE_TIMEOUT_S if self._sharded else None)
         self._abandon_reason = "the run was stopped at once"
         wait_for([future])
-        with suppress(RunFolderError):  # a full disk takes no record either; what ends the run is not hidden by that
+        with suppress(RunFolderError):  # a full disk may refuse the event, too; the run's own error must not be hidden
             try:
                 self._report_outcome(future, future.exception())
             except CheckpointError as failed:
-                self._run.sink.emit(WarningEvent("checkpoint", str(failed)))
+                self._run.context.sink.emit(WarningEvent("checkpoint", str(failed)))
 
     def _report_outcome(self, future: Future[Path], error: BaseException | None) -> None:
         assert self._last_job is not None
         self._future = None
         self._copies.release_all()
         for event in self._last_job.events:
-            self._run.sink.emit(event)
+            self._run.context.sink.emit(event)
         if error is None:
-            self._run.sink.emit(NoteEvent("checkpoint", f"saved step {self._last_job.step}: {future.result()}"))
+            self._run.context.sink.emit(NoteEvent("checkpoint", f"saved step {self._last_job.step}: {future.result()}"))
         elif self._last_job.required or not isinstance(error, CheckpointError):
             raise error
         else:
-            self._run.sink.emit(WarningEvent("request checkpoint", str(error)))
+            self._run.context.sink.emit(WarningEvent("request checkpoint", str(error)))
 
 
 def _broadcast_session_id(run: TrainingRun) -> str:
-    """A word that all processes of this job know, and no earlier job."""
+    """A random id, the same on all ranks of this job, and different from those of earlier jobs."""
     session_id = token_hex(8).encode() if run.process_group.rank == 0 else None
     return run.process_group.broadcast(session_id).decode()

@@ -1,28 +1,29 @@
-"""Checkpoints on disk: whole and new, or not there at all. A kill at any moment leaves the one before, or this one.
+"""Makes a checkpoint durable: it is on disk completely, or not at all. A kill at any moment leaves the previous one, or
+this one.
 
-A save goes to a hidden folder; every file and the folder are synced; then it is renamed into place. Removing goes the
-other way round: renamed to a hidden name first. What a kill left under hidden names is finished off by the next save,
-or by whoever asks for the latest. All this is for the process that holds the run's lock.
+A save writes into a hidden folder, syncs every file and the folder, and then renames the folder. Removing does the
+reverse: it renames to a hidden name first. What a kill leaves under hidden names is removed by the next save, or when
+the latest checkpoint is searched. Only the process that holds the run's lock does any of this.
 
     .saving-step-00000040      being written
-    .replaced-step-00000040    an earlier one of the same step, until the new one has its name
-    .removing-step-00000020    no longer wanted
+    .replaced-step-00000040    an earlier checkpoint of the same step, until the new one has its name
+    .removing-step-00000020    being removed
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from supertuner.arena.run_context import RunContext
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import CheckpointError
 from supertuner.core.events import NullSink, Progress, Sink, WarningEvent
 from supertuner.core.host import HostFacts
-from supertuner.core.types import JSON, bytes_text
+from supertuner.core.types import bytes_text
 from supertuner.train.checkpoint.load import (
     LoadedCheckpoint,
     entry_names,
@@ -32,7 +33,6 @@ from supertuner.train.checkpoint.load import (
     verify_checkpoint,
 )
 from supertuner.train.checkpoint.manifest import (
-    CHECKPOINTS_DIR,
     MANIFEST_FILE,
     STATE_FILE,
     CheckpointManifest,
@@ -41,31 +41,18 @@ from supertuner.train.checkpoint.manifest import (
     manifest_bytes,
     parse_checkpoint_name,
 )
-from supertuner.train.checkpoint.sharded import announce_save, collect_shards, discard_sharded_save, write_shard
 from supertuner.train.checkpoint.write import (
+    CheckpointContents,
     CheckpointSharding,
     CheckpointWritePlan,
+    announce_save,
+    collect_shards,
+    discard_sharded_save,
     plan_save,
     write_file,
     write_parts,
+    write_shard,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = [
-    "CHECKPOINTS_DIR",
-    "CheckpointSharding",
-    "LoadedCheckpoint",
-    "checkpoint_name",
-    "find_checkpoints",
-    "finish_interrupted_saves",
-    "load_checkpoint",
-    "load_latest",
-    "save_checkpoint",
-    "set_aside_later_checkpoints",
-    "verify_checkpoint",
-]
 
 SAVING_PREFIX, REPLACED_PREFIX, REMOVING_PREFIX = ".saving-", ".replaced-", ".removing-"
 UNUSED_PREFIX = "unused-"
@@ -73,42 +60,40 @@ UNUSED_PREFIX = "unused-"
 
 def save_checkpoint(
     folder: Path,
-    step: int,
-    parts: Mapping[str, Mapping[str, Tensor]],
-    state: Mapping[str, JSON],
+    contents: CheckpointContents,
+    context: RunContext,
     *,
     keep: int,
-    host: HostFacts,
-    sink: Sink | None = None,
-    progress: Progress | None = None,
     raise_if_abandoned: Callable[[], None] = lambda: None,
     sharding: CheckpointSharding | None = None,
 ) -> Path:
-    """Write the checkpoint of `step` into `folder`, and remove all but the last `keep`; where it is.
+    """Write a checkpoint into `folder` durably, and remove all but the last `keep`. Returns its path.
 
-    One of the same step stays if it is the same, and is replaced if it is not. Checkpoints of later steps are left
-    alone: they are damaged ones that `latest` passed over. `go_on` is called again and again until the checkpoint gets
-    its name; if it raises, nothing is left behind. Of several `sharers` each calls this, and the first, who holds the
-    run's lock, publishes what all of them wrote; the others may be done before.
+    An existing checkpoint of the same step stays if it is equal, and is replaced otherwise. Checkpoints of later steps
+    stay: they are damaged ones that `load_latest` skipped. `raise_if_abandoned` is called again and again until the
+    checkpoint has its name; if it raises, nothing is left behind. With `sharding`, every rank calls this; rank 0, which
+    holds the run's lock, publishes what all ranks wrote, and the others may return earlier.
     """
-    assert keep >= 1 and step >= 0 and all(map(is_part_name, parts)), f"{keep=} {step=} {list(parts)}"
-    plan = plan_save(step, parts, state, sharding)
-    sink = sink or NullSink()
+    step = contents.step
+    assert keep >= 1 and step >= 0 and all(map(is_part_name, contents.parts)), f"{keep=} {step=} {list(contents.parts)}"
+    plan = plan_save(contents, sharding)
     with _as_checkpoint_error(folder, step):
         if sharding is not None and sharding.rank != 0:
             write_shard(folder / f"{SAVING_PREFIX}{checkpoint_name(step)}", plan, sharding, raise_if_abandoned)
             return folder / checkpoint_name(step)
-        _ensure_folder(folder)
-        finish_interrupted_saves(folder, sink)
-        _require_disk_space(folder, plan, host, 1 if sharding is None else sharding.world_size)
-        new, manifest = _write_hidden_folder(folder, plan, progress or NullSink(), raise_if_abandoned, sharding)
-        path = _publish(folder, new, manifest)
-    _prune(folder, step, keep, sink)
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)
+        finish_interrupted_saves(folder, context.sink)
+        _require_disk_space(folder, plan, context.host, 1 if sharding is None else sharding.world_size)
+        new, manifest = _write_hidden_folder(folder, plan, context.progress, raise_if_abandoned, sharding)
+        path = _publish_durably(folder, new, manifest)
+    _prune(folder, step, keep, context.sink)
     return path
 
 
 def load_latest(folder: Path, sink: Sink | None = None, progress: Progress | None = None) -> LoadedCheckpoint | None:
-    """The newest checkpoint that is whole. A newer one that is not is told, passed over, and stays where it is."""
+    """The newest intact checkpoint; None if there is none. Newer damaged ones cause a warning, and stay."""
     sink = sink or NullSink()
     if not folder.exists():
         return None
@@ -117,14 +102,14 @@ def load_latest(folder: Path, sink: Sink | None = None, progress: Progress | Non
         try:
             return load_checkpoint(info.path, progress)
         except CheckpointError as error:
-            sink.emit(WarningEvent(f"checkpoint of step {info.step}", f"passed over: {error}"))
+            sink.emit(WarningEvent(f"checkpoint of step {info.step}", f"skipped: {error}"))
     return None
 
 
 def set_aside_later_checkpoints(folder: Path, step: int, sink: Sink) -> None:
-    """Give checkpoints of later steps than `step` another name: the run goes on from there, and will have others.
+    """Rename checkpoints of steps after `step`: the run resumes there and will save others.
 
-    Without this, a run that was resumed from an older checkpoint and killed would go on from the last of the old ones.
+    Without this, a run that was resumed from an older checkpoint and then killed would resume from the last old one.
     """
     for name in entry_names(folder):
         later_step = parse_checkpoint_name(name)
@@ -137,23 +122,20 @@ def set_aside_later_checkpoints(folder: Path, step: int, sink: Sink) -> None:
         )
         os.rename(folder / name, aside)
         sync_folder(folder)
-        sink.emit(
-            WarningEvent(
-                f"checkpoint of step {later_step}", f"is later than step {step}, where this goes on; now {aside}"
-            )
-        )
+        message = f"is later than step {step}, where this run resumes; it is renamed to {aside}"
+        sink.emit(WarningEvent(f"checkpoint of step {later_step}", message))
 
 
 def finish_interrupted_saves(folder: Path, sink: Sink) -> None:
-    """Finish what a killed save began. Whole checkpoints stay; one that lost its name to nobody gets it back."""
+    """Clean up after a killed save. Complete checkpoints stay; one that was about to be replaced gets its name back."""
     for name in entry_names(folder):
-        hidden_prefix = next(
+        prefix = next(
             (prefix for prefix in (SAVING_PREFIX, REPLACED_PREFIX, REMOVING_PREFIX) if name.startswith(prefix)), None
         )
-        if hidden_prefix is None or parse_checkpoint_name(name.removeprefix(hidden_prefix)) is None:
+        if prefix is None or parse_checkpoint_name(name.removeprefix(prefix)) is None:
             continue
-        target = folder / name.removeprefix(hidden_prefix)
-        if hidden_prefix == REPLACED_PREFIX and not os.path.lexists(target):
+        target = folder / name.removeprefix(prefix)
+        if prefix == REPLACED_PREFIX and not os.path.lexists(target):
             os.rename(folder / name, target)
             sync_folder(folder)
         else:
@@ -162,7 +144,7 @@ def finish_interrupted_saves(folder: Path, sink: Sink) -> None:
 
 @contextmanager
 def _as_checkpoint_error(folder: Path, step: int) -> Iterator[None]:
-    """The system's refusal in our words; what matters to the user is that the last checkpoint is still there."""
+    """Turn OSError into CheckpointError; the message says which earlier checkpoint is intact."""
     try:
         yield
     except OSError as error:
@@ -174,14 +156,14 @@ def _as_checkpoint_error(folder: Path, step: int) -> Iterator[None]:
 
 def _intact_checkpoint_text(folder: Path) -> str:
     try:
-        intact = [found for found in find_checkpoints(folder) if found.problem is None]
+        intact = [info for info in find_checkpoints(folder) if info.problem is None]
     except OSError as error:
-        return f"those in {folder} were not touched, and cannot be listed: {error.strerror}"
+        return f"those in {folder} are unchanged, and cannot be listed: {error.strerror}"
     return f"the last good one is intact: {intact[-1].path}" if intact else f"there is none yet in {folder}"
 
 
 def _require_disk_space(folder: Path, plan: CheckpointWritePlan, host: HostFacts, writer_count: int) -> None:
-    """Those who share write as much as the first, or a few rows less."""
+    """CheckpointError if the disk is too full. Of several writers each needs as much as rank 0, or a few rows less."""
     needed, free = plan.disk_bytes() * writer_count, host.free_bytes(folder)
     if needed > free:
         raise CheckpointError(
@@ -191,12 +173,6 @@ def _require_disk_space(folder: Path, plan: CheckpointWritePlan, host: HostFacts
         )
 
 
-def _ensure_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        sync_folder(folder.parent)
-
-
 def _write_hidden_folder(
     folder: Path,
     plan: CheckpointWritePlan,
@@ -204,7 +180,7 @@ def _write_hidden_folder(
     raise_if_abandoned: Callable[[], None],
     sharding: CheckpointSharding | None,
 ) -> tuple[Path, CheckpointManifest]:
-    """Everything of the checkpoint, synced, under its hidden name."""
+    """Write and sync all files under the hidden name; on any error, remove them."""
     new = folder / f"{SAVING_PREFIX}{checkpoint_name(plan.step)}"
     new.mkdir()
     try:
@@ -225,21 +201,22 @@ def _write_hidden_folder(
     return new, manifest
 
 
-def _publish(folder: Path, new: Path, manifest: CheckpointManifest) -> Path:
+def _publish_durably(folder: Path, new: Path, manifest: CheckpointManifest) -> Path:
+    """Rename the synced hidden folder to the checkpoint's name, and sync the rename."""
     name = checkpoint_name(manifest.step)
     target = folder / name
     if _is_identical(target, manifest):
         _discard(new)
         return target
     if os.path.lexists(target):
-        os.rename(target, folder / f"{REPLACED_PREFIX}{name}")  # a kill from here to the next line is undone by `sweep`
+        os.rename(target, folder / f"{REPLACED_PREFIX}{name}")  # `finish_interrupted_saves` undoes this after a kill
     os.rename(new, target)
     sync_folder(folder)
     return target
 
 
 def _discard(new: Path, sharding: CheckpointSharding | None = None) -> None:
-    with suppress(OSError):  # then the next save removes it; what matters now is what the caller has to tell
+    with suppress(OSError):  # the next save removes it then; the caller's own error matters more
         shutil.rmtree(new) if sharding is None else discard_sharded_save(new, sharding)
 
 
@@ -247,11 +224,11 @@ def _is_identical(path: Path, manifest: CheckpointManifest) -> bool:
     try:
         return path.is_dir() and read_manifest(path) == manifest and not verify_checkpoint(path)
     except CheckpointError:
-        return False  # whatever is there is not whole, and is replaced
+        return False  # it is damaged, and is replaced
 
 
 def _prune(folder: Path, step: int, keep: int, sink: Sink) -> None:
-    """Remove what was replaced, and checkpoints before `step` but the last `keep - 1`. `step` itself is the newest."""
+    """Remove replaced checkpoints, and those before `step` except the last `keep - 1`. `step` itself is the newest."""
     try:
         entries = entry_names(folder)
     except OSError as error:
@@ -270,9 +247,9 @@ def _prune(folder: Path, step: int, keep: int, sink: Sink) -> None:
 
 
 def _remove(folder: Path, name: str, sink: Sink) -> None:
-    """Remove one folder of ours; it loses its name first, so that no half of a checkpoint is ever found under it.
+    """Remove one of our folders. It is renamed first, so that no incomplete checkpoint is ever found under its name.
 
-    A folder that cannot be removed is no reason to end a run: it is told, and tried again at the next save.
+    A folder that cannot be removed does not end the run: it causes a warning, and the next save tries again.
     """
     original_name = next(
         (name.removeprefix(p) for p in (SAVING_PREFIX, REPLACED_PREFIX, REMOVING_PREFIX) if name.startswith(p)), name

@@ -16,7 +16,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import xxhash
 
 from supertuner.core.errors import CheckpointError
+from supertuner.core.events import ProgressPhase
 from supertuner.core.types import JSON, bytes_text
 
 CHECKPOINTS_DIR = "checkpoints"
@@ -250,3 +252,54 @@ def _parse_finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text} is too large for a number")
     return number
+
+
+READ_BYTES = 4 << 20
+
+
+@contextmanager
+def open_folder(path: Path) -> Iterator[int]:
+    """The folder itself, so that what is opened in it cannot be elsewhere."""
+    try:
+        folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        reason = "it is a link" if path.is_symlink() else str(error.strerror)
+        raise damaged_checkpoint(path, f"is not a checkpoint's folder: {reason}") from error
+    try:
+        yield folder_fd
+    finally:
+        os.close(folder_fd)
+
+
+@contextmanager
+def open_file(folder_fd: int, file: Path) -> Iterator[int]:
+    fd = open_regular_file(folder_fd, file.name, file)
+    try:
+        yield fd
+    except OSError as error:
+        raise damaged_checkpoint(file, f"cannot be read: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def check_size(fd: int, file: Path, facts: FileFacts) -> None:
+    size = os.fstat(fd).st_size
+    if size != facts.nbytes:
+        raise damaged_checkpoint(file, f"it has {size} bytes, {facts.nbytes} were written")
+
+
+def check_content(fd: int, file: Path, facts: FileFacts, phase: ProgressPhase) -> None:
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(READ_BYTES, facts.nbytes)))
+    at = 0
+    while count := os.preadv(fd, [buffer], at) if buffer else 0:
+        digest.update(buffer[:count])
+        at += count
+        phase.advance(nbytes=count)
+    check_digest(file, digest.hexdigest(), facts)
+
+
+def check_digest(file: Path, checksum: str, facts: FileFacts) -> None:
+    if checksum != facts.checksum:
+        raise damaged_checkpoint(
+            file, f"it is not what was written: its checksum is {checksum}, written was {facts.checksum}"
+        )

@@ -1,8 +1,24 @@
-"""The files of a checkpoint, laid out and written: their sizes are known before, their checksums come on the way."""
+"""Plans and writes the files of a checkpoint, by one process or by all ranks together.
+
+File sizes are known before anything is written; checksums are computed while writing. Ranks that shard the weights
+write their own files into one hidden folder, which rank 0 publishes. They coordinate through files in that folder only:
+the writer threads cannot use the process group, which training uses at the same time.
+
+    .saving-step-00000040/
+      attempt-<save id>               written by rank 0: the folder belongs to this save, and is not a remainder
+      wrote-00001-<save id>.json      written last by each other rank: its files with sizes and checksums
+
+Rank 0 removes both before it writes the manifest, and `attempt-` when it abandons the save: a rank that misses it
+stops. A rank that survived an earlier job still has that job's folder open, so it cannot write into a new folder of the
+same name.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,73 +28,91 @@ import xxhash
 
 from supertuner.core.bulk_io import write_all
 from supertuner.core.errors import CheckpointError
-from supertuner.core.events import ProgressPhase
+from supertuner.core.events import NullSink, ProgressPhase
 from supertuner.core.types import JSON
 from supertuner.train.checkpoint import tensor_file
 from supertuner.train.checkpoint.manifest import (
     STATE_FILE,
     CheckpointManifest,
     FileFacts,
+    files_json,
     json_bytes,
     manifest_bytes,
+    parse_files,
+    parse_object,
     part_file_name,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 DISK_BLOCK_BYTES = 4096
+POLL_S = 0.02
+DISCARD_S = 5.0
+ABANDONED_MESSAGE = "rank 0 abandoned the checkpoint"
+
+
+class SaveAbandonedError(CheckpointError):
+    """A save that was stopped before it was complete, because its checkpoint is no longer wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSharding:
-    """The processes that write one checkpoint together, each the rows that it has."""
+    """How several ranks write one checkpoint together: each writes the rows that it holds."""
 
     rank: int
     world_size: int
     save_id: str
-    """What all of them know this save by, and no other save."""
+    """Identifies this save: the same on all ranks, and different for every save."""
     row_offsets: Mapping[str, Mapping[str, int]]
-    """Part → tensor → the row of the whole one that it begins with here. What is not named all of them have."""
+    """Part → tensor → index, in the whole tensor, of the first row held here. Tensors not listed are whole on all ranks."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CheckpointContents:
+    """What a checkpoint of a step consists of."""
+
+    step: int
+    parts: Mapping[str, Mapping[str, Tensor]]
+    """Part → name → tensor; each part becomes a file, or one per rank."""
+    state: Mapping[str, JSON]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CheckpointWritePlan:
-    """Everything about a save that can be known before it begins."""
+    """Everything about a save that is known before it begins."""
 
     step: int
     state: bytes
     layouts: Mapping[str, tensor_file.TensorFileLayout]
-    """By file name, in order."""
+    """File name → layout, in the order of writing."""
 
     def file_sizes(self) -> list[int]:
-        """Bytes of every file. A manifest's length does not depend on what its checksums are."""
+        """Bytes of every file, the manifest last. Its length does not depend on the values of its checksums."""
         sizes = {STATE_FILE: len(self.state), **{name: layout.nbytes for name, layout in self.layouts.items()}}
         manifest = CheckpointManifest(self.step, {name: FileFacts(size, "0" * 32) for name, size in sizes.items()})
         return [*sizes.values(), len(manifest_bytes(manifest))]
 
     def disk_bytes(self) -> int:
-        """What the folder will take on disk, in whole blocks."""
+        """Bytes that the folder takes on disk, in whole blocks."""
         return sum(-(-size // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES for size in self.file_sizes()) + DISK_BLOCK_BYTES
 
 
-def plan_save(
-    step: int,
-    parts: Mapping[str, Mapping[str, Tensor]],
-    state: Mapping[str, JSON],
-    sharding: CheckpointSharding | None = None,
-) -> CheckpointWritePlan:
+def plan_save(contents: CheckpointContents, sharding: CheckpointSharding | None = None) -> CheckpointWritePlan:
+    """CheckpointError if the state is not plain JSON."""
     try:
-        content = json_bytes(state)
+        state = json_bytes(contents.state)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{STATE_FILE} of step {step} cannot be written: {error}; nothing was saved") from error
-    return CheckpointWritePlan(step, content, dict(_plan_files(parts, sharding)))
+        message = f"{STATE_FILE} of step {contents.step} cannot be written: {error}; nothing was saved"
+        raise CheckpointError(message) from error
+    return CheckpointWritePlan(contents.step, state, dict(_plan_files(contents.parts, sharding)))
 
 
 def _plan_files(
     parts: Mapping[str, Mapping[str, Tensor]], sharding: CheckpointSharding | None
 ) -> Iterator[tuple[str, tensor_file.TensorFileLayout]]:
-    """What all have, the first writes; of what is shared out, each its own rows, if it has any."""
+    """Rank 0 writes what all ranks hold; of sharded parts each rank writes its own rows, if it has any."""
     for part, tensors in sorted(parts.items()):
         row_offsets = {} if sharding is None else sharding.row_offsets.get(part, {})
         if sharding is None or not row_offsets:
@@ -86,7 +120,9 @@ def _plan_files(
                 yield part_file_name(part), tensor_file.plan_tensor_file(tensors)
             continue
         own_tensors = {
-            name: one for name, one in tensors.items() if sharding.rank == 0 or (name in row_offsets and one.numel())
+            name: tensor
+            for name, tensor in tensors.items()
+            if sharding.rank == 0 or (name in row_offsets and tensor.numel())
         }
         metadata = tensor_file.row_offsets_metadata(row_offsets, own_tensors)
         yield (
@@ -98,7 +134,7 @@ def _plan_files(
 def write_parts(
     folder: Path, plan: CheckpointWritePlan, phase: ProgressPhase, raise_if_abandoned: Callable[[], None]
 ) -> dict[str, FileFacts]:
-    """Every tensor file of a plan, synced. `go_on` is called before each piece of it."""
+    """Write and sync every tensor file of a plan; `raise_if_abandoned` is called before each chunk. Returns their facts."""
     return {
         name: write_file(folder / name, _check_before_each(raise_if_abandoned, layout.chunks()), phase)
         for name, layout in plan.layouts.items()
@@ -106,6 +142,7 @@ def write_parts(
 
 
 def write_file(path: Path, chunks: Iterable[memoryview], phase: ProgressPhase) -> FileFacts:
+    """Write a new file and sync it; returns its size and checksum. An OSError names the file."""
     digest, at = xxhash.xxh3_128(), 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -127,3 +164,87 @@ def _check_before_each(raise_if_abandoned: Callable[[], None], chunks: Iterator[
     for chunk in chunks:
         raise_if_abandoned()
         yield chunk
+
+
+def announce_save(folder: Path, sharding: CheckpointSharding) -> None:
+    """Rank 0: mark the folder as that of this save, so that the other ranks write into it."""
+    write_file(folder / _announcement_name(sharding), [], NullSink().phase("announcing"))
+
+
+def write_shard(
+    folder: Path, plan: CheckpointWritePlan, sharding: CheckpointSharding, raise_if_abandoned: Callable[[], None]
+) -> None:
+    """Ranks other than 0: wait for the folder, write this rank's files, and report them in a file."""
+    fd, phase = _open_announced_folder(folder, sharding, raise_if_abandoned), NullSink().phase("writing")
+    folder_by_fd = Path(f"/proc/self/fd/{fd}")  # this folder, even after it is renamed
+
+    def raise_if_unwanted() -> None:
+        raise_if_abandoned()
+        if not (folder_by_fd / _announcement_name(sharding)).exists():
+            raise SaveAbandonedError(ABANDONED_MESSAGE)
+
+    try:
+        facts = write_parts(folder_by_fd, plan, phase, raise_if_unwanted)
+        os.fsync(fd)
+        completion_name = _completion_name(sharding, sharding.rank)
+        write_file(folder_by_fd / f".{completion_name}", [memoryview(json_bytes(files_json(facts)))], phase)
+        os.rename(folder_by_fd / f".{completion_name}", folder_by_fd / completion_name)
+    except FileNotFoundError as error:  # rank 0 removed the folder, or files in it
+        raise SaveAbandonedError(ABANDONED_MESSAGE) from error
+    except OSError as error:
+        error.filename = str(folder / Path(error.filename or "").name)  # the real path instead of /proc
+        raise
+    finally:
+        os.close(fd)
+
+
+def discard_sharded_save(folder: Path, sharding: CheckpointSharding) -> None:
+    """Rank 0: abandon the save and remove its folder, again until no other rank creates a file in it any more."""
+    (folder / _announcement_name(sharding)).unlink(missing_ok=True)
+    end = time.monotonic() + DISCARD_S
+    while True:
+        try:
+            return shutil.rmtree(folder)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or time.monotonic() > end:
+                raise
+            time.sleep(POLL_S)
+
+
+def collect_shards(
+    folder: Path, sharding: CheckpointSharding, raise_if_abandoned: Callable[[], None]
+) -> dict[str, FileFacts]:
+    """Rank 0: wait until all other ranks have written, and remove the coordination files. Returns the ranks' files."""
+    files: dict[str, FileFacts] = {}
+    for rank in range(1, sharding.world_size):
+        completion_file = folder / _completion_name(sharding, rank)
+        while not completion_file.exists():
+            raise_if_abandoned()
+            time.sleep(POLL_S)
+        files |= parse_files(parse_object(completion_file.read_bytes(), completion_file), completion_file)
+        completion_file.unlink()
+    (folder / _announcement_name(sharding)).unlink()
+    return files
+
+
+def _open_announced_folder(folder: Path, sharding: CheckpointSharding, raise_if_abandoned: Callable[[], None]) -> int:
+    """Wait for the folder of this save; returns an open descriptor of it."""
+    while True:
+        raise_if_abandoned()
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            time.sleep(POLL_S)
+            continue
+        if os.path.exists(f"/proc/self/fd/{fd}/{_announcement_name(sharding)}"):
+            return fd
+        os.close(fd)
+        time.sleep(POLL_S)
+
+
+def _announcement_name(sharding: CheckpointSharding) -> str:
+    return f"attempt-{sharding.save_id}"
+
+
+def _completion_name(sharding: CheckpointSharding, rank: int) -> str:
+    return f"wrote-{rank:05d}-{sharding.save_id}.json"

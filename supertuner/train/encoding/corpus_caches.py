@@ -1,4 +1,4 @@
-"""Opening the caches of a corpus: what is missing is encoded where it is kept, and loaded where it is shared."""
+"""Opens the caches of a corpus: encodes missing entries, loads them where they are read from, and serves batches."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from supertuner.arena.format import ArenaLifetime
 from supertuner.arena.home import ArenaHome, default_home
-from supertuner.arena.node_peers import NO_PEERS, NodePeers
 from supertuner.arena.reader import ArenaReader
-from supertuner.cache.capacity import CacheLocation
-from supertuner.cache.entries import CacheEntries
+from supertuner.arena.run_context import RunContext
+from supertuner.cache.entries import CacheEntries, EntryRequest
 from supertuner.cache.epoch_rotation import EpochRotation
-from supertuner.cache.fill import EntryRequest
 from supertuner.cache.keys import EntryKeys
+from supertuner.cache.location import CacheLocation, CachePlacement, cache_placement
 from supertuner.cache.repair import copying_request, repair_entries
 from supertuner.cache.store import CacheStore
 from supertuner.config.settings.run_config import RunConfig
-from supertuner.core.events import DecisionEvent, MeasurementEvent, Progress, Sink, WarningEvent
-from supertuner.core.host import HostFacts
+from supertuner.core.events import DecisionEvent, MeasurementEvent, WarningEvent
 from supertuner.data.cache_policy import CacheMode, cache_policy_warnings
 from supertuner.data.corpus import Corpus
-from supertuner.train.encoding.cache_dirs import CachePlacement, cache_placement
+from supertuner.train.encoding.cache_lookup import EncodedCorpus, EntryTables
 from supertuner.train.encoding.cache_plan import (
     CACHE_KINDS,
     CacheKind,
@@ -35,172 +32,49 @@ from supertuner.train.encoding.cache_plan import (
     cache_requirements,
     require_supported_buckets,
 )
-from supertuner.train.encoding.coordination import EncodingCoordinator, open_store_as_helper
 from supertuner.train.encoding.encoders import EncodingSpec, LazyDecoderPool, LazyEncoders
-from supertuner.train.encoding.entry_tables import EntryTables, map_tables
 from supertuner.train.encoding.epochs import EpochCacheBuilder, EpochCaches, run_digest
-from supertuner.train.encoding.plan_arena import map_plan as mapped_plan
+from supertuner.train.encoding.node_sharing import EncodingCoordinator, map_plan, map_tables
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class CorpusCaches:
-    """Everything that makes and opens the caches of one corpus."""
+@contextmanager
+def open_encoded_corpus(
+    config: RunConfig,
+    corpus: Corpus,
+    encoding: EncodingSpec,
+    context: RunContext,
+    *,
+    begin: int = 0,
+    until: int | None = None,
+    on_attach: Callable[[int, int], None] | None = None,
+) -> Iterator[EncodedCorpus]:
+    """Encode what is not cached yet and yield the corpus that serves batches; on exit, remove what ends with the run.
 
-    config: RunConfig
-    requirements: CacheRequirements
-    plan: CachePlan | None
-    """None once all caches are open."""
-    encoders: LazyEncoders
-    decoders: LazyDecoderPool
-    run_folder: Path
-    life: ArenaLifetime
-    host: HostFacts
-    sink: Sink
-    progress: Progress
-    on_attach: Callable[[int, int], None] | None = None
-    coordinator: EncodingCoordinator | None = None
-    """With the other processes of this node that open the same caches; None: there are none."""
-    plan_reader: ArenaReader | None = None
-    """The arena that the plan lies in, if it is shared."""
-
-    def placement(self, kind: CacheKind) -> CachePlacement | None:
-        """Where entries of a kind live; None if they are not cached."""
-        cache = self.config.cache_config
-        storage = cache.vae_cache_type if kind == "latents" else cache.text_cache_type
-        return (
-            None
-            if storage == "none"
-            else cache_placement(storage, self.config, self.run_folder, self.life, self.on_attach)
+    Training starts or resumes at position `begin` and ends at `until`; samples that it never draws are not encoded. The
+    context's peers encode together, each sample once; processes of other runs wait for them. The encoders are released
+    before this yields, unless a dataset needs them during training. `on_attach` is called with the address and bytes of
+    every arena in unified memory.
+    """
+    with ExitStack() as stack:
+        caches = stack.enter_context(
+            open_corpus_caches(config, corpus, encoding, context, until=until, on_attach=on_attach)
         )
-
-    def keys(self, kind: CacheKind) -> EntryKeys:
-        """Keys of all entries of a kind that are cached once."""
-        return self._required_plan.keys(kind)
-
-    def open(self, kind: CacheKind, *, check: bool = False, load: bool = True) -> CacheStore | None:
-        """The store of all entries of a kind that are cached once, everything in it; None if the kind is not cached.
-
-        The encoder is dropped afterwards, unless it is needed on the way. With `check`, entries that are there are
-        checked too; without `load` they are left where they are kept.
-        """
-        placement = self.placement(kind)
-        store = None if placement is None else self._open_store(kind, placement, check, load)
-        if kind == "text" and self.coordinator is None:
-            self._warn_truncated(self.encoders.truncated_captions)
-        if not self.requirements.uses_mode(kind, CacheMode.EACH_EPOCH) and not self.requirements.uses_mode(
-            kind, CacheMode.ON_THE_FLY
-        ):
-            self.encoders.release(kind)
-            if kind == "latents":
-                self.decoders.close()
-        return store
-
-    def build_tables(self, media: CacheStore | None, text: CacheStore | None) -> tuple[EntryTables, ArenaReader | None]:
-        """Where batches find what these stores hold, and the arena that it lies in, if it is shared."""
-        corpus = self.requirements.corpus
-        if self.coordinator is None:
-            entries = [CacheEntries() if store is None else store.entries for store in (media, text)]
-            return EntryTables.build(corpus, self._required_plan, *entries), None
-        tables_reader = self.coordinator.share_tables(self._required_plan, media, text)
-        with closing_on_error(tables_reader):
-            self._warn_truncated(self.coordinator.wait_until_opened(self.encoders.truncated_captions))
-        assert self.plan_reader is not None
-        self.plan_reader.close()  # nobody is still to come for it
-        return map_tables(corpus, tables_reader), tables_reader
-
-    def without_plan(self) -> CorpusCaches:
-        """The same once all caches are open: the plan's memory is free then."""
-        return replace(self, plan=None)
-
-    @property
-    def _required_plan(self) -> CachePlan:
-        assert self.plan is not None, "the plan is gone"
-        return self.plan
-
-    def _warn_truncated(self, count: int) -> None:
-        if count:
-            message = f"{count} captions are longer than the model reads; their ends are left out"
-            self.sink.emit(WarningEvent("captions", message))
-
-    def _request(self, kind: CacheKind) -> EntryRequest:
-        if kind == "latents":
-            return self._required_plan.media_request(self.requirements.corpus, self.decoders, self.encoders)
-        return self._required_plan.text_request(self.encoders)
-
-    def open_epoch_rotation(self, begin: int, until: int | None) -> EpochRotation[EpochCaches] | None:
-        """The entries of `refresh_each_epoch`, those of the first epoch made; None if no dataset asks for it."""
-        if not any(self.requirements.uses_mode(kind, CacheMode.EACH_EPOCH) for kind in CACHE_KINDS):
-            return None
-        order = self.requirements.corpus.order
-        builder = EpochCacheBuilder(
-            requirements=self.requirements,
-            media_location=_epoch_location(self.placement("latents")),
-            text_location=_epoch_location(self.placement("text")),
-            decoders=self.decoders,
-            encoders=self.encoders,
-            begin=begin,
-            until=until,
-            host=self.host,
-            sink=self.sink,
-            progress=self.progress,
-            peers=self._peers,
-        )
-        first = order.epoch_at(begin)
-        builder.remove_leftovers((first, first + 1))
-        epochs = None if until is None else order.epoch_at(max(0, until - 1)) + 1
-        rotation = EpochRotation(builder.build, epochs=epochs, sink=self.sink)
-        try:
-            rotation.get_epoch(first)
-        except BaseException:
-            rotation.close()
-            raise
-        return rotation
-
-    @property
-    def _peers(self) -> NodePeers:
-        return NO_PEERS if self.coordinator is None else self.coordinator.peers
-
-    def _open_store(self, kind: CacheKind, placement: CachePlacement, check: bool, load: bool) -> CacheStore:
-        if self.coordinator is not None and not self._peers.is_first:
-            assert load and not check, "caches are checked and built by one process"
-            return open_store_as_helper(
-                self.coordinator,
-                self.requirements,
-                kind,
-                placement,
-                partial(self._request, kind),
-                host=self.host,
-                sink=self.sink,
-                progress=self.progress,
-            )
-        began, namespace, request = time.monotonic(), self.requirements.namespace(kind), self._request(kind)
-        self.sink.emit(DecisionEvent(f"cache.{namespace.kind}", str(placement.primary.home.path), placement.reason))
-        primary = CacheStore(placement.primary, namespace, self.sink)
-        with closing_on_error(primary):
-            if check:
-                repair_entries(primary, request, host=self.host, progress=self.progress, sink=self.sink)
-            primary.fill(request, host=self.host, progress=self.progress, peers=self._peers)
-            store = self._load_working_copy(primary, placement, request) if load else primary
-        with closing_on_error(store):
-            figures = {
-                "entries": len(request.keys),
-                "made": primary.entries_made,
-                "seconds": round(time.monotonic() - began, 3),
-            }
-            self.sink.emit(MeasurementEvent(f"cache.{namespace.kind}", figures))
-            if self.coordinator is not None:
-                self.coordinator.announce_store(kind, store)
-        return store
-
-    def _load_working_copy(self, primary: CacheStore, placement: CachePlacement, request: EntryRequest) -> CacheStore:
-        if placement.working_copy is None:
-            return primary
-        working_copy = CacheStore(placement.working_copy, primary.namespace, self.sink)
-        with closing_on_error(working_copy):
-            copies = copying_request(primary, request, host=self.host, progress=self.progress, sink=self.sink)
-            working_copy.fill(copies, host=self.host, progress=self.progress, peers=self._peers)
-        primary.close()
-        return working_copy
+        stores = []
+        for kind in CACHE_KINDS:
+            stores.append(store := caches.open(kind))
+            if store is not None:
+                stack.callback(store.close)
+        media, text = (CacheEntries() if store is None else store.entries for store in stores)
+        tables, tables_reader = caches.build_tables(media, text)
+        if tables_reader is not None:
+            stack.callback(tables_reader.close)
+        caches = replace(caches, plan=None)  # frees the plan's memory
+        if caches.requirements.uses_mode("latents", CacheMode.EACH_EPOCH, CacheMode.ON_THE_FLY):
+            caches.decoders()  # start the threads now, from this thread, not in the middle of a batch
+        epochs = caches.open_epoch_rotation(begin, until)
+        if epochs is not None:
+            stack.callback(epochs.close)
+        yield EncodedCorpus(caches.requirements, tables, media, text, epochs, caches.decoders, caches.encoders)
 
 
 @contextmanager
@@ -208,62 +82,188 @@ def open_corpus_caches(
     config: RunConfig,
     corpus: Corpus,
     encoding: EncodingSpec,
+    context: RunContext,
     *,
-    run_folder: Path,
-    host: HostFacts,
-    sink: Sink,
-    progress: Progress,
     until: int | None = None,
     life: ArenaLifetime = "run",
     on_attach: Callable[[int, int], None] | None = None,
-    peers: NodePeers = NO_PEERS,
 ) -> Iterator[CorpusCaches]:
-    """What makes and opens a corpus's caches; leaving it ends its threads and frees the encoders.
+    """Plan a corpus's caches; on exit, end the threads and free the encoders.
 
-    `life` is how long entries stay that are not persistent. `attached` is told the address and the bytes of entries in
-    unified memory as they come into use.
+    `life` is the lifetime of entries that are not persistent. See `open_encoded_corpus` for `until` and `on_attach`.
     """
     require_supported_buckets(corpus, encoding.family, encoding.model)
     for warning in cache_policy_warnings([dataset.settings for dataset in corpus.datasets], config.cache_config):
-        sink.emit(warning)
+        context.sink.emit(warning)
     requirements = cache_requirements(config, corpus, encoding.fingerprints, encoding.dtype)
+    local_world_size = context.peers.local_world_size
     with ExitStack() as stack:
         coordinator, plan_reader = None, None
-        if peers.local_world_size > 1:
+        if local_world_size > 1:
             home, title = ArenaHome(config.arena.home or default_home()), f"{run_digest(corpus)} until {until}"
-            coordinator = EncodingCoordinator(peers, home, title, progress)
+            coordinator = EncodingCoordinator(context, home, title)
             plan_reader = coordinator.share_plan(corpus, lambda: build_cache_plan(requirements, until))
             stack.callback(plan_reader.close)
         encoders = LazyEncoders(encoding)
         stack.callback(encoders.close)
-        decoders = LazyDecoderPool(corpus, config.loader.num_workers or max(1, host.cpus() // peers.local_world_size))
+        threads = config.loader.num_workers or max(1, context.host.cpus() // local_world_size)
+        decoders = LazyDecoderPool(corpus, threads)
         stack.callback(decoders.close)
-        yield CorpusCaches(  # nobody here holds on to the plan, which is large
+        yield CorpusCaches(  # no variable of this function refers to the plan, so that the caller can free it
             config=config,
             requirements=requirements,
-            plan=build_cache_plan(requirements, until) if plan_reader is None else mapped_plan(corpus, plan_reader),
+            plan=build_cache_plan(requirements, until) if plan_reader is None else map_plan(corpus, plan_reader),
             encoders=encoders,
             decoders=decoders,
-            run_folder=run_folder,
             life=life,
-            host=host,
-            sink=sink,
-            progress=progress,
+            context=context,
             on_attach=on_attach,
             coordinator=coordinator,
             plan_reader=plan_reader,
         )
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class CorpusCaches:
+    """Fills and opens the caches of one corpus."""
+
+    config: RunConfig
+    requirements: CacheRequirements
+    plan: CachePlan | None
+    """None once all caches are open."""
+    encoders: LazyEncoders
+    decoders: LazyDecoderPool
+    life: ArenaLifetime
+    context: RunContext
+    on_attach: Callable[[int, int], None] | None = None
+    coordinator: EncodingCoordinator | None = None
+    """Coordinates with other processes of this node that open the same caches; None if there are none."""
+    plan_reader: ArenaReader | None = None
+    """The arena that contains the plan, if the plan is shared."""
+
+    def placement(self, kind: CacheKind) -> CachePlacement | None:
+        """Where entries of a kind are stored; None if they are not cached."""
+        cache = self.config.cache_config
+        storage = cache.vae_cache_type if kind == "latents" else cache.text_cache_type
+        if storage == "none":
+            return None
+        return cache_placement(storage, self.config, self.context.run_dir, self.life, self.on_attach)
+
+    def keys(self, kind: CacheKind) -> EntryKeys:
+        """Keys of all entries of a kind that are cached once."""
+        return self._required_plan.keys(kind)
+
+    def open(self, kind: CacheKind, *, check: bool = False, load: bool = True) -> CacheStore | None:
+        """Fill and open the store of all entries of a kind that are cached once; None if the kind is not cached.
+
+        With `check`, existing entries are verified, too. Without `load`, entries stay where they are kept instead of
+        being copied to memory. The encoder is released afterwards unless training needs it.
+        """
+        placement = self.placement(kind)
+        store = None if placement is None else self._open_store(kind, placement, check, load)
+        if kind == "text" and self.coordinator is None:
+            self._warn_truncated(self.encoders.truncated_captions)
+        if not self.requirements.uses_mode(kind, CacheMode.EACH_EPOCH, CacheMode.ON_THE_FLY):
+            self.encoders.release(kind)
+            if kind == "latents":
+                self.decoders.close()
+        return store
+
+    def build_tables(self, media: CacheEntries, text: CacheEntries) -> tuple[EntryTables, ArenaReader | None]:
+        """The lookup tables of these entries, and the arena that contains them if they are shared."""
+        corpus = self.requirements.corpus
+        if self.coordinator is None:
+            return EntryTables.build(corpus, self._required_plan, media, text), None
+        tables_reader = self.coordinator.share_tables(self._required_plan, media, text)
+        with closing_on_error(tables_reader):
+            self._warn_truncated(self.coordinator.wait_until_opened(self.encoders.truncated_captions))
+        assert self.plan_reader is not None
+        self.plan_reader.close()  # every process has mapped the plan
+        return map_tables(corpus, tables_reader), tables_reader
+
+    def open_epoch_rotation(self, begin: int, until: int | None) -> EpochRotation[EpochCaches] | None:
+        """The entries of `refresh_each_epoch` datasets, with the first epoch's encoded; None without such datasets."""
+        if not any(self.requirements.uses_mode(kind, CacheMode.EACH_EPOCH) for kind in CACHE_KINDS):
+            return None
+        order = self.requirements.corpus.order
+        builder = EpochCacheBuilder(
+            requirements=self.requirements,
+            locations={kind: _epoch_location(self.placement(kind)) for kind in CACHE_KINDS},
+            decoders=self.decoders,
+            encoders=self.encoders,
+            begin=begin,
+            until=until,
+            context=self.context,
+        )
+        first = order.epoch_at(begin)
+        builder.remove_leftovers((first, first + 1))
+        epochs = None if until is None else order.epoch_at(max(0, until - 1)) + 1
+        rotation = EpochRotation(builder.build, epochs=epochs, sink=self.context.sink)
+        with closing_on_error(rotation):
+            rotation.get_epoch(first)
+        return rotation
+
+    @property
+    def _required_plan(self) -> CachePlan:
+        assert self.plan is not None, "the plan was freed"
+        return self.plan
+
+    def _warn_truncated(self, count: int) -> None:
+        if count:
+            message = f"{count} captions are longer than the model's limit; their ends are cut off"
+            self.context.sink.emit(WarningEvent("captions", message))
+
+    def _request(self, kind: CacheKind) -> EntryRequest:
+        if kind == "latents":
+            return self._required_plan.media_request(self.requirements.corpus, self.decoders, self.encoders)
+        return self._required_plan.text_request(self.encoders)
+
+    def _open_store(self, kind: CacheKind, placement: CachePlacement, check: bool, load: bool) -> CacheStore:
+        if self.coordinator is not None and not self.context.peers.is_first:
+            assert load and not check, "only a single process verifies caches or leaves them unloaded"
+            return self.coordinator.open_store_as_helper(
+                self.requirements, kind, placement, partial(self._request, kind)
+            )
+        began, namespace, request = time.monotonic(), self.requirements.namespace(kind), self._request(kind)
+        sink = self.context.sink
+        sink.emit(DecisionEvent(f"cache.{namespace.kind}", str(placement.primary.home.path), placement.reason))
+        primary = CacheStore(placement.primary, namespace, self.context)
+        with closing_on_error(primary):
+            if check:
+                repair_entries(primary, request)
+            primary.fill(request)
+            store = self._load_working_copy(primary, placement, request) if load else primary
+        with closing_on_error(store):
+            figures = {
+                "entries": len(request.keys),
+                "made": primary.entries_made,
+                "seconds": round(time.monotonic() - began, 3),
+            }
+            sink.emit(MeasurementEvent(f"cache.{namespace.kind}", figures))
+            if self.coordinator is not None:
+                self.coordinator.announce_store(kind, store)
+        return store
+
+    def _load_working_copy(self, primary: CacheStore, placement: CachePlacement, request: EntryRequest) -> CacheStore:
+        """Copy the entries to where they are read from and close `primary`; or return `primary` if that is there."""
+        if placement.working_copy is None:
+            return primary
+        working_copy = CacheStore(placement.working_copy, primary.namespace, self.context)
+        with closing_on_error(working_copy):
+            working_copy.fill(copying_request(primary, request))
+        primary.close()
+        return working_copy
+
+
 def _epoch_location(placement: CachePlacement | None) -> CacheLocation | None:
-    """Entries of one epoch are nothing to keep."""
+    """Where one epoch's entries are written: where entries are read from, and only until they are closed."""
     return None if placement is None else replace(placement.working_copy or placement.primary, life="run")
 
 
 @contextmanager
-def closing_on_error(store: CacheStore | ArenaReader) -> Iterator[None]:
+def closing_on_error(resource: CacheStore | ArenaReader | EpochRotation[EpochCaches]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        store.close()
+        resource.close()
         raise

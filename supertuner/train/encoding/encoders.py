@@ -1,12 +1,11 @@
-"""The family's encoders at work: made when something must be encoded, on a thread of their own, dropped afterwards.
+"""Runs the family's VAE and text encoder on samples and captions; encoders are loaded on first use and released after.
 
-Samples are encoded one by one and on one thread: the bits of an entry follow from its sample alone, not from what was
-encoded beside it, before a kill or after, ahead or at use.
+Samples are encoded one by one on one thread, so that the bits of an entry depend on its sample alone: not on the rest
+of a batch, on an interruption, or on whether it is encoded ahead or when it is used.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,28 +15,28 @@ from typing import TypeVar
 
 import torch
 
-from supertuner.cache.entries import NamedTensors
-from supertuner.cache.fill import EntryIndices, EntryMaker
+from supertuner.cache.entries import EntryIndices, EntryMaker, NamedTensors
 from supertuner.core.errors import BrokenMediaError, CacheError
 from supertuner.data.batching.decoder_pool import DecodedBatch, DecoderPool
 from supertuner.data.batching.prefetch import BatchPrefetcher
+from supertuner.data.batching.render import caption_for_sample
 from supertuner.data.corpus import Corpus
+from supertuner.data.corpus.reference_images import ReferenceImages
 from supertuner.data.ordering.micro_batches import MicroBatch
 from supertuner.data.ordering.sample_order import SampleDraws
+from supertuner.memory.out_of_memory import explain_out_of_memory, release_unused_memory
 from supertuner.models.spec import Family, ImageTextEncoder, MediaEncoder, ModelDescription, TextEncoder
 from supertuner.step.precision import latent_storage_dtype
-from supertuner.train.encoding.text_inputs import TextInput
-from supertuner.memory.out_of_memory import explain_out_of_memory
 
 T = TypeVar("T")
 
 SAMPLES_AHEAD = 4
-"""Samples decoded ahead of the one that is being encoded, for each thread that decodes."""
+"""Samples that are decoded ahead of the encoder, per decoding thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderFingerprints:
-    """Fingerprints of the files that decide what the encoders compute."""
+    """Digests of the files that determine what the encoders compute."""
 
     media: str
     text: str
@@ -45,20 +44,55 @@ class EncoderFingerprints:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EncodingSpec:
-    """By what, where and in which precision samples are encoded."""
+    """Which encoders encode samples, on which device, and in which precision."""
 
     family: Family
     model: ModelDescription
     fingerprints: EncoderFingerprints
     device: torch.device
     dtype: torch.dtype
-    """What the forward pass computes in. Captions are encoded in it; latents are kept in it, or in bf16 for fp16."""
+    """Precision of the forward pass. Captions are encoded in it; latents are stored in it, or in bf16 if it is fp16."""
     out_of_memory_remedy: Callable[[str], str] = str
-    """What to do where the device's memory is full, made of what needs less of it."""
+    """Extends a remedy for a full device by what else uses its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextInput:
+    """What the text encoder receives for a sample. Samples with equal inputs share one cache entry."""
+
+    caption: str
+    references: ReferenceImages | None = None
+    """For editing models: the dataset's reference images."""
+    sample_index: int = 0
+    """Which reference image. 0 without references, so that equal captions compare equal."""
+
+    @classmethod
+    def for_sample(cls, caption: str, references: ReferenceImages | None, sample: int) -> TextInput:
+        return cls(caption) if references is None else cls(caption, references, sample)
+
+    def cache_key_bytes(self) -> bytes:
+        """Everything that determines the encoding, except the encoder's own fingerprint."""
+        caption = self.caption.encode()
+        if self.references is None:
+            return caption
+        return caption + b"\0" + self.references.cache_key_bytes(self.sample_index)
+
+    def load_reference(self) -> torch.Tensor | None:
+        return None if self.references is None else self.references.load_image(self.sample_index)
+
+
+def text_inputs_for(corpus: Corpus, draws: SampleDraws) -> list[TextInput]:
+    """The text input of each draw, with the caption that its cycle draws."""
+    text_inputs = []
+    for group, sample, cycle in zip(draws.group.tolist(), draws.sample.tolist(), draws.cycle.tolist(), strict=True):
+        dataset = corpus.dataset_of_group(group)
+        caption = caption_for_sample(corpus.seed, dataset, sample, cycle)
+        text_inputs.append(TextInput.for_sample(caption, dataset.references, sample))
+    return text_inputs
 
 
 class LazyEncoders:
-    """Usable from any thread. Close it, or drop what is not needed any more."""
+    """The VAE and the text encoder, each loaded on first use. Thread-safe: both run on one thread of this object."""
 
     def __init__(self, spec: EncodingSpec) -> None:
         self._spec = spec
@@ -71,7 +105,7 @@ class LazyEncoders:
         )
 
     def encode_media(self, sample: torch.Tensor, reference: torch.Tensor | None = None) -> NamedTensors:
-        """The entry of one sample (no batch dimension), and of what it was made from."""
+        """The entry of one sample (no batch dimension), with its reference image's latents as `condition`."""
         shape = "×".join(map(str, sample.shape))
         remedy = partial(self._spec.out_of_memory_remedy, "lower the dataset's resolution or frames")
         with explain_out_of_memory(f"encoding a sample of {shape} does", remedy):
@@ -84,21 +118,21 @@ class LazyEncoders:
 
     @property
     def truncated_captions(self) -> int:
-        """How many captions were longer than the model reads."""
+        """How many encoded captions were longer than the model's limit and were cut off."""
         return self._truncated_captions + (0 if self._text_encoder is None else self._text_encoder.truncated_captions)
 
     def release(self, kind: str) -> None:
-        """Free the encoder of latents or text; it is made again if it is needed again."""
+        """Free the encoder of `latents` or `text`; it is loaded again when it is needed again."""
         if kind == "latents":
             self._media_encoder = None
         else:
             self._truncated_captions, self._text_encoder = self.truncated_captions, None
-        _free_memory(self._spec.device)
+        release_unused_memory(self._spec.device)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._media_encoder, self._text_encoder = None, None
-        _free_memory(self._spec.device)
+        release_unused_memory(self._spec.device)
 
     def _run_on_thread(self, work: Callable[[], T]) -> T:
         return self._pool.submit(work).result()
@@ -124,13 +158,13 @@ class LazyEncoders:
             if (reference := text_input.load_reference()) is None:
                 fields = self._text_encoder.encode([text_input.caption])[0]
             else:
-                assert isinstance(self._text_encoder, ImageTextEncoder), "only models that edit are given pictures"
+                assert isinstance(self._text_encoder, ImageTextEncoder), "only editing models have reference images"
                 fields = self._text_encoder.encode_with_images([text_input.caption], [reference])[0]
         return {name: _to_cpu(tensor) for name, tensor in fields.items()}
 
 
 class LazyDecoderPool:
-    """Threads that decode, started when first asked for."""
+    """A DecoderPool whose threads start when it is first called."""
 
     def __init__(self, corpus: Corpus, threads: int) -> None:
         self._corpus, self._threads = corpus, threads
@@ -142,7 +176,7 @@ class LazyDecoderPool:
         return self._pool
 
     def close(self) -> None:
-        """End the threads; asking again starts new ones."""
+        """End the threads; the next call starts new ones."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -151,16 +185,16 @@ class LazyDecoderPool:
 def media_entry_maker(
     corpus: Corpus, jobs: SampleDraws, decoders: LazyDecoderPool, encoders: LazyEncoders
 ) -> EntryMaker:
-    """Makes entries of `jobs`: threads decode ahead, the encoder encodes."""
+    """Makes the latents of `jobs` by index: threads decode ahead, the VAE encodes one sample after the other."""
 
-    def make(places: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
+    def make(indices: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
         groups = corpus.order.groups
         micro_batches = (
-            MicroBatch(groups[int(jobs.group[p])].bucket, jobs.take(slice(p, p + 1))) for p in places.tolist()
+            MicroBatch(groups[int(jobs.group[i])].bucket, jobs.take(slice(i, i + 1))) for i in indices.tolist()
         )
         decoder_pool = decoders()
         with BatchPrefetcher(decoder_pool, micro_batches, SAMPLES_AHEAD * decoder_pool.threads) as batches:
-            for index in places.tolist():
+            for index in indices.tolist():
                 with broken_media_as_cache_error():
                     batch = next(batches)
                     reference = load_reference_for(corpus, batch, 0)
@@ -170,14 +204,16 @@ def media_entry_maker(
 
 
 def load_reference_for(corpus: Corpus, batch: DecodedBatch, row: int) -> torch.Tensor | None:
-    """The picture that a sample of a batch was made from, if it has one."""
+    """The reference image of a sample of a batch; None if its dataset has none."""
     references = corpus.datasets[batch.dataset_indices[row]].references
     return None if references is None else references.load_image(batch.sample_indices[row])
 
 
 def text_entry_maker(texts: Sequence[TextInput], encoders: LazyEncoders) -> EntryMaker:
-    def make(places: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
-        for index in places.tolist():
+    """Makes the encodings of `texts` by index."""
+
+    def make(indices: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
+        for index in indices.tolist():
             with broken_media_as_cache_error():
                 entry = encoders.encode_text(texts[index])
             yield index, entry
@@ -187,19 +223,13 @@ def text_entry_maker(texts: Sequence[TextInput], encoders: LazyEncoders) -> Entr
 
 @contextmanager
 def broken_media_as_cache_error() -> Generator[None, None, None]:
-    """A file that passed staging and does not decode: the remedy is to let staging look deeper."""
+    """Convert BrokenMediaError of a file that passed staging into a CacheError with the remedy: a stricter check."""
     try:
         yield
     except BrokenMediaError as error:
-        remedy = 'set check: "decode" for that dataset, and staging sets such files aside; or remove the file'
+        remedy = 'set check: "decode" for that dataset, so that staging sets such files aside; or remove the file'
         raise CacheError(f"{error}; {remedy}") from error
 
 
 def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu").contiguous()
-
-
-def _free_memory(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

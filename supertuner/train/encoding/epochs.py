@@ -1,4 +1,4 @@
-"""Entries of datasets that get new ones each epoch (`refresh_each_epoch`): which an epoch has, in arenas of its own."""
+"""Caches of datasets with `refresh_each_epoch`: every epoch's entries are encoded into arenas of their own."""
 
 from __future__ import annotations
 
@@ -6,40 +6,48 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.arena.node_peers import NO_PEERS, NodePeers
-from supertuner.cache.capacity import CacheLocation
-from supertuner.cache.entries import MISSING_REF, CacheEntries, EntryRefs
-from supertuner.cache.fill import EntryRequest, FillStopped
+from supertuner.arena.run_context import RunContext
+from supertuner.cache.entries import MISSING_REF, CacheEntries, EntryRefs, EntryRequest
 from supertuner.cache.keys import CacheNamespace
-from supertuner.cache.store import CacheStore
+from supertuner.cache.location import CacheLocation
+from supertuner.cache.store import CacheStore, FillStopped
 from supertuner.core.errors import ArenaBusyError, ArenaMissingError
-from supertuner.core.events import MeasurementEvent, NullSink, Progress, Sink
-from supertuner.core.host import HostFacts
+from supertuner.core.events import MeasurementEvent, NullSink
 from supertuner.data.cache_policy import CacheMode
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.sample_order import SampleDraws
-from supertuner.train.encoding.cache_plan import CacheRequirements
-from supertuner.train.encoding.encoders import LazyDecoderPool, LazyEncoders, media_entry_maker, text_entry_maker
-from supertuner.train.encoding.media import media_keys, relative_job_sizes
-from supertuner.train.encoding.text_inputs import text_inputs_for
+from supertuner.train.encoding.cache_plan import (
+    CACHE_KINDS,
+    CacheKind,
+    CacheRequirements,
+    media_keys,
+    relative_job_sizes,
+)
+from supertuner.train.encoding.encoders import (
+    LazyDecoderPool,
+    LazyEncoders,
+    media_entry_maker,
+    text_entry_maker,
+    text_inputs_for,
+)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EpochEntries:
-    """Entries of one kind that an epoch has of its own."""
+    """One epoch's entries of one kind."""
 
     store: CacheStore
     begin: int
     refs: EntryRefs
-    """By position, from `begin` on; MISSING where a sample has its entry elsewhere."""
+    """By position minus `begin`; MISSING_REF where the sample's dataset is not refreshed each epoch."""
 
     def find(self, positions: NDArray[np.int64]) -> tuple[CacheEntries, EntryRefs]:
-        """Where the entries of positions are; MISSING for those that were not foreseen."""
+        """The entries and the refs of positions; MISSING_REF for positions that were not planned."""
         offsets = positions - self.begin
         is_inside = (offsets >= 0) & (offsets < len(self.refs))
         return self.store.entries, np.where(is_inside, self.refs[np.where(is_inside, offsets, 0)], MISSING_REF)
@@ -47,11 +55,13 @@ class EpochEntries:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EpochCaches:
+    """One epoch's own entries; None if no dataset refreshes entries of that kind."""
+
     media: EpochEntries | None
     text: EpochEntries | None
 
     def close(self) -> None:
-        """Give the entries up; the last process to do so thereby removes them."""
+        """Close the entries. The last process that closes them removes them."""
         for entries in (self.media, self.text):
             if entries is not None:
                 entries.store.close()
@@ -59,23 +69,20 @@ class EpochCaches:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EpochCacheBuilder:
-    """Makes an epoch's own entries; called by a thread of its own."""
+    """Encodes an epoch's own entries; EpochRotation calls it on a background thread."""
 
     requirements: CacheRequirements
-    media_location: CacheLocation | None
-    text_location: CacheLocation | None
-    """Where they are made; None if that kind is not cached."""
+    locations: dict[CacheKind, CacheLocation | None]
+    """Where entries of a kind are written; None if that kind is not cached."""
     decoders: LazyDecoderPool
     encoders: LazyEncoders
     begin: int
-    """The position at which the run begins or goes on."""
+    """The position at which the run begins or resumes."""
     until: int | None
-    host: HostFacts
-    sink: Sink
-    progress: Progress
-    """For the epoch that the run waits for before it begins."""
-    peers: NodePeers = NO_PEERS
-    """Those of this node that come to the same epoch at the same time make a part of it each."""
+    """The position at which the run ends; None if unknown."""
+    context: RunContext
+    """Its progress is shown only for the epoch that the run waits for before it begins. Peers that reach the same epoch
+    at the same time encode a part of it each."""
 
     def build(self, epoch: int, stop: Callable[[], bool]) -> EpochCaches:
         began = time.monotonic()
@@ -83,23 +90,20 @@ class EpochCacheBuilder:
         first, end = order.epoch_begin(epoch), order.epoch_begin(epoch + 1)
         begin = max(first, self.begin)
         draws = order.slice(begin, max(begin, end if self.until is None else min(end, self.until)))
-        progress = self.progress if first <= self.begin else NullSink()
-        media = self._build_media(epoch, begin, draws, stop, progress)
+        media = self._build_kind("latents", epoch, draws, stop)
         try:
-            text = self._build_text(epoch, begin, draws, stop, progress)
+            text = self._build_kind("text", epoch, draws, stop)
         except BaseException:
             EpochCaches(media, None).close()
             raise
         figures = {"epoch": epoch, "samples": len(draws), "seconds": round(time.monotonic() - began, 3)}
-        self.sink.emit(MeasurementEvent("cache.epoch", figures))
+        self.context.sink.emit(MeasurementEvent("cache.epoch", figures))
         return EpochCaches(media, text)
 
     def remove_leftovers(self, keep: Sequence[int]) -> None:
-        """Remove what a killed run of the same settings began for epochs that are not needed now."""
-        for location, namespace in (
-            (self.media_location, self.requirements.media_namespace),
-            (self.text_location, self.requirements.text_namespace),
-        ):
+        """Remove arenas that a killed run with the same settings left for epochs other than `keep`."""
+        for kind in CACHE_KINDS:
+            location, namespace = self.locations[kind], self.requirements.namespace(kind)
             if location is None:
                 continue
             prefix = self._arena_name(namespace, "")
@@ -109,60 +113,46 @@ class EpochCacheBuilder:
                     try:
                         location.home.remove(name)
                     except (ArenaBusyError, ArenaMissingError):
-                        continue  # another process uses it, or was faster
+                        continue  # another process uses it or has removed it
 
-    def _build_media(
-        self, epoch: int, begin: int, draws: SampleDraws, stop: Callable[[], bool], progress: Progress
+    def _build_kind(
+        self, kind: CacheKind, epoch: int, draws: SampleDraws, stop: Callable[[], bool]
     ) -> EpochEntries | None:
-        corpus, namespace, location = self.requirements.corpus, self.requirements.media_namespace, self.media_location
-        rows = self._refreshed_rows(draws, [policy.media_mode for policy in self.requirements.policies])
+        location, namespace = self.locations[kind], self.requirements.namespace(kind)
+        rows = self._refreshed_rows(kind, draws)
         if location is None or not len(rows):
             return None
-        jobs = draws.take(rows)
-        make = media_entry_maker(corpus, jobs, self.decoders, self.encoders)
-        title = f"encoding samples of epoch {epoch}"
-        request = EntryRequest(media_keys(corpus, jobs, namespace), make, relative_job_sizes(corpus, jobs), title)
-        return self._build_entries(location, namespace, epoch, request, rows, begin, len(draws), stop, progress)
-
-    def _build_text(
-        self, epoch: int, begin: int, draws: SampleDraws, stop: Callable[[], bool], progress: Progress
-    ) -> EpochEntries | None:
-        corpus, namespace, location = self.requirements.corpus, self.requirements.text_namespace, self.text_location
-        rows = self._refreshed_rows(draws, [policy.text_mode for policy in self.requirements.policies])
-        if location is None or not len(rows):
-            return None
-        texts = text_inputs_for(corpus, draws.take(rows))
-        keys = namespace.entry_keys(text.cache_key_bytes() for text in texts)
-        request = EntryRequest(
-            keys, text_entry_maker(texts, self.encoders), title=f"encoding captions of epoch {epoch}"
-        )
-        return self._build_entries(location, namespace, epoch, request, rows, begin, len(draws), stop, progress)
-
-    def _build_entries(
-        self,
-        location: CacheLocation,
-        namespace: CacheNamespace,
-        epoch: int,
-        request: EntryRequest,
-        rows: NDArray[np.intp],
-        begin: int,
-        count: int,
-        stop: Callable[[], bool],
-        progress: Progress,
-    ) -> EpochEntries:
-        store = CacheStore(location, namespace, self.sink, name=self._arena_name(namespace, epoch))
+        create_request = self._media_request if kind == "latents" else self._text_request
+        request = create_request(epoch, draws.take(rows))
+        begin = int(draws.position[0])
+        context = self.context if begin <= self.begin else replace(self.context, progress=NullSink())
+        store = CacheStore(location, namespace, context, name=self._arena_name(namespace, epoch))
         try:
-            store.fill(request, host=self.host, progress=progress, stop=stop, peers=self.peers)
+            store.fill(request, stop=stop)
         except BaseException as error:
             store.close()
             if isinstance(error, FillStopped):
                 store.remove_unfinished()
             raise
-        refs = np.full(count, MISSING_REF, np.int64)
+        refs = np.full(len(draws), MISSING_REF, np.int64)
         refs[rows] = store.find(request.keys)
         return EpochEntries(store, begin, refs)
 
-    def _refreshed_rows(self, draws: SampleDraws, modes: Sequence[CacheMode]) -> NDArray[np.intp]:
+    def _media_request(self, epoch: int, jobs: SampleDraws) -> EntryRequest:
+        corpus = self.requirements.corpus
+        make = media_entry_maker(corpus, jobs, self.decoders, self.encoders)
+        keys = media_keys(corpus, jobs, self.requirements.media_namespace)
+        return EntryRequest(keys, make, relative_job_sizes(corpus, jobs), f"encoding samples of epoch {epoch}")
+
+    def _text_request(self, epoch: int, jobs: SampleDraws) -> EntryRequest:
+        texts = text_inputs_for(self.requirements.corpus, jobs)
+        keys = self.requirements.text_namespace.entry_keys(text.cache_key_bytes() for text in texts)
+        return EntryRequest(keys, text_entry_maker(texts, self.encoders), title=f"encoding captions of epoch {epoch}")
+
+    def _refreshed_rows(self, kind: CacheKind, draws: SampleDraws) -> NDArray[np.intp]:
+        """Rows of `draws` whose dataset refreshes entries of a kind each epoch."""
+        policies = self.requirements.policies
+        modes = [policy.media_mode if kind == "latents" else policy.text_mode for policy in policies]
         is_refreshed = np.array(
             [modes[group.dataset_index] is CacheMode.EACH_EPOCH for group in self.requirements.corpus.order.groups]
         )
@@ -173,7 +163,7 @@ class EpochCacheBuilder:
 
 
 def run_digest(corpus: Corpus) -> str:
-    """Eight digits that tell runs with other data, settings or seeds apart: their epochs are not each other's."""
+    """Eight hexadecimal digits; runs with different data, settings or seeds, and so different epochs, have others."""
     digest = hashlib.blake2b(str(corpus.seed).encode(), digest_size=4)
     for dataset in corpus.datasets:
         digest.update(f"{dataset.samples.fingerprint} {dataset.settings.model_dump_json()}\n".encode())

@@ -24,22 +24,22 @@ def export(run: TrainingRun) -> list[Path]:
     if run.process_group.rank != 0:
         for number, expert_state in enumerate(run.expert_states):
             if run.trainable_experts[expert_state.expert.name].shards is not None:
-                _export_expert(run, number, run.folder)  # of which nothing is written here
+                _export_expert(run, number, run.context.run_dir)  # of which nothing is written here
         return []
-    making = run.folder / f".making-{EXPORTS_DIR}"
+    making = run.context.run_dir / f".making-{EXPORTS_DIR}"
     try:
         return _export_experts(run, making)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(making, ignore_errors=True)
         reason = error.strerror if isinstance(error, OSError) else error
         raise TrainError(
-            f"{run.folder / EXPORTS_DIR} cannot be written: {reason}; make room and start the same command again: the last "
+            f"{run.context.run_dir / EXPORTS_DIR} cannot be written: {reason}; make room and start the same command again: the last "
             "checkpoint has all that was trained"
         ) from error
 
 
 def _export_experts(run: TrainingRun, making: Path) -> list[Path]:
-    folder, old = run.folder / EXPORTS_DIR, run.folder / f".old-{EXPORTS_DIR}"
+    folder, old = run.context.run_dir / EXPORTS_DIR, run.context.run_dir / f".old-{EXPORTS_DIR}"
     for leftover in (making, old):
         if leftover.exists():
             shutil.rmtree(leftover)
@@ -49,7 +49,7 @@ def _export_experts(run: TrainingRun, making: Path) -> list[Path]:
     if folder.exists():
         os.rename(folder, old)
     os.rename(making, folder)
-    sync_folder(run.folder)
+    sync_folder(run.context.run_dir)
     if old.exists():
         shutil.rmtree(old)
     return [folder / name for name in names]

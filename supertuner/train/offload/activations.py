@@ -1,14 +1,16 @@
-"""What a block's forward pass leaves for its backward pass: kept, or sent to host memory and fetched again in time.
+"""Sends the activations that a block's forward pass saves to host memory, and fetches them for its backward pass.
 
-autograd hands over every tensor that it saves, and asks for it again. Three answers:
+autograd passes every tensor that it saves to a pack hook, and its result to an unpack hook (saved_tensors_hooks). The
+pack hook returns one of:
 
-    Borrowed    bytes of a streamed weight: not kept at all, for the slot is another's by then; taken from where the
-                block's weights are when they are needed
-    Part        bytes of an activation that was sent: each storage once, however many tensors are views of it
-    the tensor  everything else: small tensors, weights that stay, what several blocks were given
+    StreamedWeightRef   for bytes of a streamed weight: nothing is kept, since its slot holds another block by then; the
+                        backward pass reads the weight from the slot that holds it at that time
+    OffloadedView       for an activation: its storage is copied to host memory once, however many tensors are views of
+                        it
+    the tensor itself   for everything else: small tensors, weights that stay, inputs shared by several blocks
 
-On a GPU the storage that is being sent lives on until the computation has waited for the copy, so that the caching
-allocator cannot give it away too early; how many blocks may be on their way at once is bounded.
+On a GPU the storage stays alive until the compute stream has waited for the copy, so that the caching allocator cannot
+reuse its memory too early. The number of blocks whose copies are in flight is bounded.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from supertuner.train.offload.param_storage import is_plain
 from supertuner.train.offload.transfer import DeviceTransfer, TransferEvent
 
 StorageAddresses: TypeAlias = set[int]
-"""Addresses of storages."""
+"""Addresses (data_ptr) of storages."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TensorView:
-    """A tensor's form within its storage."""
+    """A tensor's dtype, offset, shape and strides within its storage."""
 
     dtype: torch.dtype
     begin: int
@@ -51,6 +53,8 @@ class TensorView:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StreamedWeightRef:
+    """A saved tensor that is part of a streamed block's weights."""
+
     block: int
     view: TensorView
 
@@ -62,39 +66,41 @@ class OffloadedStorage:
 
     def __init__(self, device_bytes: torch.Tensor, host_bytes: torch.Tensor) -> None:
         self.device_bytes: torch.Tensor | None = device_bytes
-        """Its bytes on the device, as long as they are there."""
+        """Its bytes on the device; None while they are only in host memory."""
         self.fetched = False
-        """Whether they came back; else they have been there all the time."""
+        """Whether the device bytes were fetched back; False: they are still the original storage."""
         self.host_bytes = host_bytes
         self.event: TransferEvent = None
-        """When the last copy of it, there or back, is done."""
+        """Completion of the last copy, in either direction."""
         self.awaited = False
-        """Whether the computation has waited for that."""
+        """Whether the compute stream has waited for that event."""
         self.pending_uses = 0
-        """Tensors of it that are still to be asked for."""
+        """Packed tensors of this storage that are not unpacked yet."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OffloadedView:
+    """A saved tensor whose storage is in host memory."""
+
     storage: OffloadedStorage
     view: TensorView
 
 
 class ActivationOffloader:
-    """Sends a block's activations home while it computes, and brings them back."""
+    """Copies activations of blocks to host memory while they compute, and back before their backward passes."""
 
     def __init__(
         self, transfer: DeviceTransfer, host_memory: HostMemoryPool, *, min_bytes: int, max_blocks_in_flight: int
     ) -> None:
         self._transfer, self._host_memory, self._min_bytes = transfer, host_memory, min_bytes
         self.max_blocks_in_flight = max_blocks_in_flight
-        """Blocks whose activations may be on their way home together."""
+        """Blocks whose copies to host memory may be in flight at the same time; each holds device memory meanwhile."""
         self._storages_by_block: dict[int, list[OffloadedStorage]] = {}
         self._blocks_in_flight: deque[int] = deque()
         self._live_storages = 0
 
     def begin_block(self, block: int) -> dict[int, OffloadedStorage]:
-        """A forward pass of the block begins: what is sent of it, by the storage's address."""
+        """Start a forward pass of the block. Returns the table that `pack` fills: storage address → its copy."""
         self.release_block(block)
         self._storages_by_block[block] = []
         return {}
@@ -102,7 +108,7 @@ class ActivationOffloader:
     def pack(
         self, block: int, tensor: torch.Tensor, storages: dict[int, OffloadedStorage], keep_addresses: StorageAddresses
     ) -> OffloadedView | torch.Tensor:
-        """The answer to autograd. `own` keeps every storage of this pass alive: an address means one storage only."""
+        """The pack hook. `storages` keeps every storage of this pass alive, so an address identifies one storage."""
         if not is_plain(tensor) or tensor.device != self._transfer.device or tensor.is_sparse:
             return tensor
         storage = tensor.untyped_storage()
@@ -110,25 +116,26 @@ class ActivationOffloader:
         if storage.nbytes() < self._min_bytes or address in keep_addresses:
             return tensor
         if address not in storages:
-            storages[address] = self._start_offload(storage_bytes(tensor))
+            storages[address] = self._send_to_host(storage_bytes(tensor))
             self._storages_by_block[block].append(storages[address])
         storages[address].pending_uses += 1
         return OffloadedView(storages[address], TensorView.from_tensor(tensor))
 
     def end_block(self, block: int) -> None:
-        """The block's forward pass is over. Its storages leave the device when the computation has waited for them."""
+        """End a forward pass. Device memory of the oldest block in flight is freed once too many are in flight."""
         self._blocks_in_flight.append(block)
         while len(self._blocks_in_flight) > self.max_blocks_in_flight:
             for storage in self._storages_by_block.get(self._blocks_in_flight.popleft(), ()):
                 self._free_device_bytes(storage)
 
     def prefetch_block(self, block: int) -> None:
-        """Begin to fetch what the block's backward pass will ask for."""
+        """Start fetching what the block's backward pass will unpack."""
         for storage in self._storages_by_block.get(block, ()):
             if storage.device_bytes is None and storage.pending_uses:
                 self._fetch(storage)
 
     def unpack(self, view: OffloadedView) -> torch.Tensor:
+        """The unpack hook: the tensor on the device."""
         storage = view.storage
         if storage.device_bytes is None:
             self._fetch(storage)
@@ -137,26 +144,24 @@ class ActivationOffloader:
         storage.pending_uses -= 1
         if storage.fetched:
             self._await(storage)
-            if (
-                storage.pending_uses <= 0
-            ):  # as autograd drops what it has used; whoever asks again gets it from home again
+            if storage.pending_uses <= 0:  # autograd drops a tensor after its use; a further use fetches it again
                 storage.device_bytes = None
         return tensor
 
     def release_block(self, block: int) -> None:
-        """The block's backward pass is over: what nobody asked for leaves too."""
+        """End a backward pass: also free the device memory of tensors that were never unpacked."""
         for storage in self._storages_by_block.pop(block, ()):
             self._free_device_bytes(storage)
 
     def release_all_blocks(self) -> None:
-        """A new pass begins."""
+        """Before a new forward pass: drop everything of the last one."""
         for block in list(self._storages_by_block):
             self.release_block(block)
         self._blocks_in_flight.clear()
         if self._live_storages == 0:
             self._host_memory.reset()
 
-    def _start_offload(self, device_bytes: torch.Tensor) -> OffloadedStorage:
+    def _send_to_host(self, device_bytes: torch.Tensor) -> OffloadedStorage:
         storage = OffloadedStorage(device_bytes, self._host_memory.allocate(device_bytes.nbytes))
         storage.event = self._transfer.copy_to_host([(storage.host_bytes, device_bytes)])
         self._live_storages += 1
@@ -171,7 +176,7 @@ class ActivationOffloader:
         storage.awaited, storage.fetched = False, True
 
     def _free_device_bytes(self, storage: OffloadedStorage) -> None:
-        """From here on the allocator may give its device memory to others: no copy uses it any more."""
+        """Release device memory; the compute stream waits for the copy first, so the allocator may then reuse it."""
         if storage.device_bytes is not None:
             self._await(storage)
             storage.device_bytes = None
@@ -182,18 +187,18 @@ class ActivationOffloader:
             storage.awaited = True
 
     def _on_storage_freed(self) -> None:
-        """Home memory is given back when no graph holds any of it: after every backward pass, as a rule."""
+        """Called when no autograd graph holds the storage any more. At zero, host memory can be reset."""
         self._live_storages -= 1
 
 
 class BlockInputs:
-    """Which tensors several blocks are given: to send them would free nothing."""
+    """Finds inputs that several blocks share: sending them to host memory would free nothing."""
 
     def __init__(self) -> None:
         self._previous_inputs: list[weakref.ref[torch.Tensor]] = []
 
     def shared_addresses(self, tensors: Iterable[torch.Tensor]) -> StorageAddresses:
-        """Addresses of those that the block before was given too."""
+        """Addresses of the inputs that the block before received, too."""
         inputs = list(tensors)
         previous_ids = {id(tensor) for reference in self._previous_inputs if (tensor := reference()) is not None}
         self._previous_inputs = [weakref.ref(tensor) for tensor in inputs]
@@ -201,7 +206,7 @@ class BlockInputs:
 
 
 def iter_tensors(value: Any) -> Iterable[torch.Tensor]:
-    """The tensors in what a block is given or returns."""
+    """The tensors in a block's arguments or outputs."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):

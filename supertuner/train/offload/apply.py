@@ -1,6 +1,6 @@
-"""A plan put to work on an expert in training, and taken off again; what of it cannot be followed is said, not hidden.
+"""Applies an offload plan to an expert in training, and removes it again; reports what cannot be followed.
 
-A plan that does nothing installs nothing: module, optimizer and window are then what they are without one.
+A plan that moves nothing installs nothing: module, optimizer and window then work as without a plan.
 """
 
 from __future__ import annotations
@@ -15,52 +15,52 @@ from torch import nn
 from supertuner.core.errors import TrainError
 from supertuner.plan.placement.memory_needs import UPDATE_PIECE_BYTES
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
+from supertuner.step.parameter_state import HOST, ParameterState
 from supertuner.step.window import ExpertState
 from supertuner.train.offload.activations import ActivationOffloader
 from supertuner.train.offload.host_buffers import HostBuffers
 from supertuner.train.offload.host_memory import HostMemoryPool
 from supertuner.train.offload.offloaded_blocks import OffloadedBlocks
-from supertuner.step.parameter_state import HOST, ParameterState
 from supertuner.train.offload.optimizer_step import PlannedOptimizerOffload
 from supertuner.train.offload.param_storage import stored_tensors
 from supertuner.train.offload.transfer import DeviceTransfer
 from supertuner.train.offload.weight_ring import StreamedBlock, WeightRing
 
 MIN_OFFLOAD_BYTES = 1 << 20
-"""Smaller tensors stay: to begin a copy of them takes longer than the copy."""
+"""Smaller tensors stay on the device: starting their copy takes longer than the copy."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OffloadedExpert:
-    """One expert under its plan."""
+    """An expert with its plan applied."""
 
     expert_state: ExpertState
     plan: MemoryPlan
     transfer: DeviceTransfer
     host_buffers: HostBuffers
-    """Of weights and state: they last. Activations have memory of their own."""
+    """For weights and optimizer state, which last. Activations have a separate pool."""
     parameter_state: ParameterState
     ring: WeightRing
     activation_offloader: ActivationOffloader
     blocks: OffloadedBlocks | None
     optimizer_offload: PlannedOptimizerOffload | None
     unfollowed: tuple[str, ...]
-    """What of the plan is not followed, and why. Results are the same."""
+    """Parts of the plan that are not followed, with reasons. Results are the same."""
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether activations of any block go to host memory."""
+        """Whether activations of any block are sent to host memory."""
         return any(row.activations is ActivationPolicy.SEND for row in self.plan.blocks)
 
     def resident_parameters(self) -> list[nn.Parameter]:
-        """Parameters that the plan has on the device."""
+        """Parameters that the plan keeps on the device."""
         streamed_ids = {
             id(parameter) for block in self.ring.streamed.values() for parameter in block.parameters.values()
         }
         return [parameter for parameter in self.expert_state.module.parameters() if id(parameter) not in streamed_ids]
 
     def set_prefetch_depth(self, blocks: int) -> None:
-        """Fetch so many blocks ahead from now on. Only between two windows."""
+        """Fetch this many blocks ahead from now on. Only between two windows."""
         self.ring.release_slots()
         self.ring.prefetch_depth = blocks
         self.activation_offloader.max_blocks_in_flight = max(1, blocks)
@@ -68,7 +68,7 @@ class OffloadedExpert:
             self.blocks.prefetch_depth = blocks
 
     def detach(self) -> None:
-        """Follow the plan no more; everything stays where it is. Only between two windows."""
+        """Stop following the plan; every tensor stays where it is. Only between two windows."""
         if self.blocks is not None:
             self.blocks.remove()
         if self.optimizer_offload is not None:
@@ -76,7 +76,7 @@ class OffloadedExpert:
         self.expert_state.optimizer_offload = None
 
     def restore_to_device(self) -> None:
-        """Everything is on the device again, as without a plan. Only between two windows."""
+        """Detach, and move everything to the device, as without a plan. Only between two windows."""
         self.detach()
         move_to_device(self.expert_state.module.parameters(), self.transfer.device)
         self.parameter_state.move_to(self.transfer.device)
@@ -91,10 +91,11 @@ def apply_plan(
     host_buffers: HostBuffers | None = None,
     min_offload_bytes: int = MIN_OFFLOAD_BYTES,
 ) -> OffloadedExpert:
-    """Put the plan to work. The module may be on the device or on the host; afterwards each part is where it is to be.
+    """Apply the plan. The module may be on the device or the host; afterwards each tensor is where the plan puts it.
 
-    Whether activations are recomputed is the plan's business from now on, block by block. An expert that is not
-    `here` yet stays where it is until it is brought. `homes` are those of a plan that was taken off, and stay in use.
+    From now on the plan decides block by block whether activations are recomputed. With `on_device=False` the resident
+    parameters stay where they are, until an expert swap brings them. `host_buffers` are those of a detached plan, which
+    stay in use.
     """
     module = expert_state.module
     rows, unfollowed = _match_blocks(module, plan)
@@ -118,9 +119,17 @@ def apply_plan(
     if names or plan.stepping is not OptimizerPlacement.GPU:
         pieces = _split_into_pieces(expert_state, modules)
         optimizer_offload = PlannedOptimizerOffload(
-            expert_state.parameters, expert_state.optimizer, parameter_state, plan.stepping, pieces, names, transfer, host_buffers, ring.invalidate,
-            blocks.return_weights if blocks is not None else _do_nothing,
-        )  # fmt: skip
+            expert_state.parameters,
+            expert_state.optimizer,
+            parameter_state,
+            plan.stepping,
+            parameters_by_piece=pieces,
+            host_weights=names,
+            transfer=transfer,
+            host_buffers=host_buffers,
+            invalidate_device_copies=ring.invalidate,
+            return_streamed_weights=blocks.return_weights if blocks is not None else _do_nothing,
+        )
         optimizer_offload.install()
     expert_state.optimizer_offload = optimizer_offload
     offloaded = OffloadedExpert(
@@ -152,7 +161,7 @@ def move_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> Non
 
 
 def _match_blocks(module: nn.Module, plan: MemoryPlan) -> tuple[list[BlockPlan], tuple[str, ...]]:
-    """The plan's rows that are blocks of the module; and what is asked of others, which cannot be done."""
+    """(rows of the plan that are blocks of the module, requests for other parts, which cannot be followed)."""
     modules_by_name = dict(module.named_modules())
     rows = [row for row in plan.blocks if row.name in modules_by_name and row.name]
     unknown_blocks = [
@@ -160,20 +169,20 @@ def _match_blocks(module: nn.Module, plan: MemoryPlan) -> tuple[list[BlockPlan],
     ]
     if unknown_blocks:
         raise TrainError(
-            f"the plan is of another model: {type(module).__name__} has no block {unknown_blocks[0]} "
-            f"({len(unknown_blocks)} such); make it anew for this configuration"
+            f"the plan belongs to another model: {type(module).__name__} has no block {unknown_blocks[0]} "
+            f"({len(unknown_blocks)} such blocks); make a new plan for this configuration"
         )
     if len({id(modules_by_name[row.name]) for row in rows}) < len(rows):
-        raise TrainError(f"the plan names a block of {type(module).__name__} twice; make it anew")
+        raise TrainError(f"the plan names a block of {type(module).__name__} twice; make a new plan")
     unfollowed = [
-        f"{row.name}: {what} is for blocks; what stands around them stays, and its activations are kept"
+        f"{row.name}: {policy} is for blocks only; parameters around them stay, and their activations are kept"
         for row in plan.blocks
         if row.name not in modules_by_name
-        for what, asked in (
+        for policy, is_requested in (
             (row.weights, row.weights is not WeightPlacement.GPU),
             (row.activations, row.activations is not ActivationPolicy.KEEP),
         )
-        if asked
+        if is_requested
     ]
     return rows, tuple(unfollowed)
 
@@ -185,16 +194,16 @@ def _build_streamed_blocks(
     holders = Counter(id(parameter) for module in modules for parameter in module.parameters())
     for number, (module, row) in enumerate(zip(modules, rows, strict=True)):
         if row.weights is WeightPlacement.STREAMED:
-            unshared = [p for p in module.parameters() if holders[id(p)] == 1]  # what two blocks share stays
+            unshared = [p for p in module.parameters() if holders[id(p)] == 1]  # shared parameters stay
             chosen = {names[id(parameter)]: parameter for parameter in _parameters_to_stream(unshared)}
             if chosen:
                 yield number, StreamedBlock.from_parameters(chosen)
 
 
 def _parameters_to_stream(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Which of a streamed block's parameters are streamed: the frozen ones, and what is trained of it if that is more.
+    """Which parameters of a streamed block are streamed: the frozen ones; also the trained ones if they are larger.
 
-    An adapter beside frozen weights is small and is stepped in every window: it stays.
+    An adapter beside frozen weights is small, and each window updates it: it stays on the device.
     """
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
@@ -203,8 +212,10 @@ def _parameters_to_stream(parameters: Sequence[nn.Parameter]) -> list[nn.Paramet
 
 
 def _split_into_pieces(expert_state: ExpertState, modules: Sequence[nn.Module]) -> list[list[str]]:
-    """Names of trained parameters, block by block; those of no block come first. A large block is several pieces, so
-    that an update takes no more room than plans count for it."""
+    """Names of trained parameters, block by block, those outside of blocks first.
+
+    A large block is split, so that an update needs no more device memory than plans account for.
+    """
     block_of = {id(parameter): number for number, module in enumerate(modules, 1) for parameter in module.parameters()}
     blocks: list[list[str]] = [[] for _ in range(len(modules) + 1)]
     for name, parameter in expert_state.parameters.items():

@@ -1,7 +1,7 @@
-"""Host memory that a GPU copies from and to without the CPU: taken piece by piece, given back all at once.
+"""A pool of pinned host memory, which the GPU's copy engines can access: allocated piece by piece, reset all at once.
 
-Pinned in segments whose size is a power of two: torch rounds pinned memory up to one, and a piece each would cost up
-to twice its bytes.
+It is pinned in segments whose sizes are powers of two: torch rounds pinned allocations up to a power of two, so pinning
+each piece separately would take up to twice its bytes.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from supertuner.core.errors import TrainError
 from supertuner.core.types import MIB, bytes_text
 
 ALIGNMENT = 512
-"""As torch aligns what it allocates on a GPU: a tensor is read as fast, and by the same code, from here."""
+"""The alignment of torch's GPU allocations: kernels then choose the same code paths."""
 MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES = 16 * MIB, 1024 * MIB
 PIECES_PER_SEGMENT = 4
-"""Large pieces that a segment is to hold: the rest at its end, too small for another, is a small part of it then."""
+"""Large pieces per segment: the unused rest at a segment's end is then a small share of it."""
 
 
 class HostMemoryPool:
-    """Bytes for tensors at home. Contents of what was given back are worthless."""
+    """Allocates bytes in host memory; pinned for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
         self._segments: list[torch.Tensor] = []
         self._used_bytes: list[int] = []
-        """Of each segment, from its beginning."""
+        """Used bytes of each segment, from its beginning."""
         self.allocated_bytes = 0
-        """Bytes in use, each piece rounded up."""
+        """Bytes in use, each piece rounded up to the alignment."""
 
     @property
     def nbytes(self) -> int:
-        """What is held, in use or not."""
+        """Bytes of all segments, in use or not."""
         return sum(segment.nbytes for segment in self._segments)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """So many bytes that nobody else has, aligned."""
+        """Aligned, uninitialised bytes for exclusive use. TrainError if the host has too little memory."""
         rounded = -(-nbytes // ALIGNMENT) * ALIGNMENT
         for number, segment in enumerate(self._segments):
             if self._used_bytes[number] + rounded <= segment.nbytes:
@@ -50,6 +50,7 @@ class HostMemoryPool:
         return self._segments[number][begin : begin + nbytes]
 
     def reset(self) -> None:
+        """Make all memory available again; pieces allocated before must not be used any more."""
         self._used_bytes = [0] * len(self._segments)
         self.allocated_bytes = 0
 
@@ -58,17 +59,17 @@ class HostMemoryPool:
             nbytes, min(max(MIN_SEGMENT_BYTES, self.nbytes), max(MAX_SEGMENT_BYTES, PIECES_PER_SEGMENT * nbytes))
         )
         size = 1 << (wanted_bytes - 1).bit_length()
-        # Pinned memory begins at a page, and anything beside a power of two would double it.
+        # Pinned memory begins at a page, so it needs no extra bytes to align; they would double its size.
         try:
             segment = torch.empty(
                 size if self._pinned else size + ALIGNMENT, dtype=torch.uint8, pin_memory=self._pinned
             )
-        except RuntimeError as error:  # of CUDA, which pins it, or of the host's allocator
+        except RuntimeError as error:  # from CUDA, which pins the memory, or from the host allocator
             memory_kind = "pinned host memory" if self._pinned else "host memory"
             raise TrainError(
-                f"{bytes_text(size)} of {memory_kind} cannot be had beside the {bytes_text(self.nbytes)} that the plan has "
-                f"there: {str(error).splitlines()[0]}; free some, or keep "
-                'more on the GPU: plan.activations: "recompute", plan.weights: "gpu", plan.optimizer: "gpu"'
+                f"{bytes_text(size)} of {memory_kind} cannot be allocated besides the {bytes_text(self.nbytes)} that "
+                f"the plan uses there: {str(error).splitlines()[0]}; free some, or keep more on the GPU: "
+                'plan.activations: "recompute", plan.weights: "gpu", plan.optimizer: "gpu"'
             ) from error
         begin = -segment.data_ptr() % ALIGNMENT
         return segment[begin : begin + size]
@@ -80,7 +81,7 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_in_bytes(raw: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the form of `like` in these bytes; one whose rows lie apart is put together."""
+    """A tensor with dtype and shape of `like` in these bytes; dense, also if `like` has gaps between its rows."""
     begin = raw.storage_offset() // like.element_size()
     strides = torch.empty_like(like, device="meta").stride()
     tensor = torch.empty(0, dtype=like.dtype, device=raw.device)

@@ -1,5 +1,6 @@
-"""The plans of a run at work: each expert under its own, looked at between windows, and made anew where they no longer
-hold. Every decision is told with its reason; none of them changes a result.
+"""Applies the offload plans of a run's experts, checks them between windows, and replaces plans that no longer hold.
+
+Every decision is reported with its reason; none of them changes a result.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import DecisionEvent, NoteEvent, Sink, WarningEvent
 from supertuner.core.types import bytes_text
+from supertuner.models import loading
+from supertuner.models.blocks import named_blocks
+from supertuner.models.spec import Expert, ModelDescription
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, OptimizerPlacement, WeightPlacement
-from supertuner.plan.placement.planner import ExpertPlan
+from supertuner.plan.placement.planner import ExpertPlan, RunPlanner, plan_without_forecast
 from supertuner.plan.placement.replan import (
     PlanAssumptions,
     PlanObservation,
@@ -20,33 +25,64 @@ from supertuner.plan.placement.replan import (
     TransferCounters,
     describe_drift,
 )
+from supertuner.step.expert_swap import ExpertSwap
+from supertuner.step.parameter_state import HOST
 from supertuner.step.window import ExpertState
 from supertuner.train.offload.apply import MIN_OFFLOAD_BYTES, OffloadedExpert, apply_plan
-from supertuner.train.offload.swappable_expert import ExpertSwap, SwappableExpert
 from supertuner.train.offload.host_buffers import HostBuffers
-from supertuner.step.parameter_state import HOST
+from supertuner.train.offload.swappable_expert import PlannedSwappableExpert
 from supertuner.train.offload.transfer import DeviceTransfer
 
+
+def plan_experts(
+    config: RunConfig, model: ModelDescription, experts: Sequence[Expert], planning: RunPlanner | None
+) -> dict[str, ExpertPlan]:
+    """Expert → its plan, with the settings of `plan` applied. Experts without a plan are absent."""
+    planned_by_expert = {}
+    for expert in experts:
+        blocks = list(named_blocks(loading.build_meta_module(model, expert.component)))
+        planned = None if planning is None else planning.initial_plan(expert.name)
+        if planned is None:
+            recompute = config.train.gradient_checkpointing
+            planned = plan_without_forecast(config.plan, blocks, phase=f"train {expert.name}", recompute=recompute)
+        if planned is not None:
+            planned_by_expert[expert.name] = planned
+    return planned_by_expert
+
+
+def loading_device(config: RunConfig, planned: ExpertPlan | None, device: torch.device) -> torch.device:
+    """The device that an expert is loaded to. HOST for one that is streamed or swapped: it may not fit as a whole.
+
+    Also HOST if averages of all weights are kept there: they are created next to the weights, and both may not fit.
+    """
+    if planned is None:
+        return device
+    streamed = any(row.weights is WeightPlacement.STREAMED for row in planned.plan.blocks)
+    averaged = config.adapter.type == "full" and config.train.ema_decay is not None
+    averages_on_host = averaged and planned.plan.stepping is not OptimizerPlacement.GPU
+    return HOST if streamed or planned.plan.idle_at_home or averages_on_host else device
+
+
 ReplanFunction = Callable[[str, PlanAssumptions, PlanObservation], ExpertPlan | None]
-"""(expert, what its plan rests on, what was seen) → a plan from that; None: none can be made here."""
+"""(expert, assumptions of its plan, observations) → a new plan; None: no other plan can be made."""
 
 
 @dataclass(slots=True)
 class _PlanMonitor:
-    """One expert since it was last looked at."""
+    """What was observed of one expert since its plan was last checked."""
 
     basis: PlanAssumptions
     distance: PrefetchDistance
     check_every: int
-    """Windows until it is looked at: more of them each time that planning anew changed nothing."""
+    """Windows until the next check; doubled each time that re-planning gave the same plan."""
     windows: int = 0
     samples: int = 0
     seconds: float = 0.0
     counters: TransferCounters = field(default_factory=TransferCounters)
     just_entered: bool = False
-    """Whether training has just come to it from another expert: its first whole window is looked at."""
+    """Whether training has just switched to this expert: its first complete window is checked."""
     replanned_on_entry: bool = False
-    """Whether its plan was made anew when training came to it; from then on it is compared like any other."""
+    """Whether it was re-planned at the first switch to it; later checks only compare."""
 
     def take_observation(self) -> PlanObservation:
         observed = PlanObservation(self.windows, self.samples, self.seconds, self.counters)
@@ -55,7 +91,7 @@ class _PlanMonitor:
 
 
 class OffloadManager:
-    """All experts of a run that are under a plan."""
+    """The experts of a run that have a plan."""
 
     def __init__(
         self,
@@ -68,28 +104,30 @@ class OffloadManager:
         replan: ReplanFunction | None = None,
         min_offload_bytes: int = MIN_OFFLOAD_BYTES,
     ) -> None:
-        """Every so many windows of an expert its plan is looked at; 0: never."""
+        """`check_every`: an expert's plan is checked every so many of its windows; 0: never."""
         self._transfer, self._sink, self._check_every, self._replan = transfer, sink, check_every, replan
         self._min_offload_bytes = min_offload_bytes
-        self._expert_states = {expert_plan.expert.name: expert_plan for expert_plan in expert_states}
+        self._expert_states = {expert_state.expert.name: expert_state for expert_state in expert_states}
         self.offloaded_experts: dict[str, OffloadedExpert] = {}
         self._monitors: dict[str, _PlanMonitor] = {}
         self.expert_swap = ExpertSwap()
         self._last_expert: str | None = None
         self._refusal: str | None = None
-        self._swaps_experts = len(planned) > 1 and all(one.plan.idle_at_home for one in planned.values())
-        for name, one in planned.items():
-            self._apply_plan(name, one)
+        self._swaps_experts = len(planned) > 1 and all(
+            expert_plan.plan.idle_at_home for expert_plan in planned.values()
+        )
+        for name, expert_plan in planned.items():
+            self._apply_plan(name, expert_plan)
 
     def after_window(self, expert: str, samples: int, seconds: float) -> None:
-        """A window of an expert took so long. Between two windows: nothing computes."""
+        """Record a window of an expert, and check its plan if that is due. Call it between two windows."""
         monitor = self._monitors.get(expert)
         changed = self._last_expert is not None and self._last_expert != expert
         self._last_expert = expert
         if monitor is None or not self._check_every:
-            self._transfer.take_counters()  # they would pile up
+            self._transfer.take_counters()  # or they would grow without bound
             return
-        if changed:  # copies of the change are no part of a window
+        if changed:  # this window includes the copies of the expert swap
             self._transfer.take_counters()
             monitor.just_entered = True
             return
@@ -101,15 +139,16 @@ class OffloadManager:
             self._review_plan(expert, monitor)
 
     def optimizer_state_device(self, expert: str) -> torch.device | None:
-        """Where what an optimizer remembers is read to; None: beside its weights."""
+        """The device for a restored optimizer state; None: that of its weights."""
         offloaded = self.offloaded_experts.get(expert)
         return None if offloaded is None or offloaded.plan.stepping is OptimizerPlacement.GPU else HOST
 
     def note_refusal(self, reason: str) -> None:
-        """Something that a plan counted on was refused: it is looked at after this window."""
+        """Memory that a plan relies on was refused: check the plan after this window."""
         self._refusal = reason
 
     def _review_plan(self, expert: str, monitor: _PlanMonitor) -> None:
+        """Compare the plan with what was observed: keep it, adjust its prefetch distance, or replace it."""
         observed, refusal = monitor.take_observation(), self._refusal
         first_entry, self._refusal, monitor.just_entered = (
             monitor.just_entered and not monitor.replanned_on_entry,
@@ -118,22 +157,24 @@ class OffloadManager:
         )
         monitor.replanned_on_entry |= first_entry
         old = self.offloaded_experts[expert].plan
-        may_drift = self._replan is not None and not old.keeps_all_on_gpu  # where all stays, no plan is faster
+        may_drift = self._replan is not None and not old.keeps_all_on_gpu  # no plan is faster than one without copies
         reason = refusal or (describe_drift(monitor.basis, observed) if may_drift else None)
         if reason is None and first_entry and may_drift:
-            reason = f"training came to {expert}"
+            reason = f"training switched to {expert}"
         monitor.basis = monitor.basis.with_sample_time(observed)
         if reason is None:
             self._adjust_prefetch(expert, monitor, observed)
             return
         planned = None if self._replan is None else self._replan(expert, monitor.basis, observed)
         if planned is None:
-            self._sink.emit(WarningEvent(f"plan.{expert}", f"{reason}; no other plan can be made here, so it stays"))
+            self._sink.emit(
+                WarningEvent(f"plan.{expert}", f"{reason}; no other plan can be made here, so this one stays")
+            )
             monitor.basis = PlanAssumptions(
                 observed.to_device_bytes_s, observed.to_host_bytes_s, observed.waiting_share, None, observed.sample_s
             )
         elif _is_same_plan(planned.plan, old):
-            self._sink.emit(NoteEvent(f"plan.{expert}", f"{reason}; made anew, it comes out the same"))
+            self._sink.emit(NoteEvent(f"plan.{expert}", f"{reason}; re-planning gives the same plan"))
             self._monitors[expert] = _PlanMonitor(
                 planned.assumptions,
                 monitor.distance,
@@ -146,7 +187,7 @@ class OffloadManager:
     def _adjust_prefetch(self, expert: str, monitor: _PlanMonitor, observed: PlanObservation) -> None:
         monitor.distance, reason = monitor.distance.adjusted(observed)
         if reason is not None:
-            monitor.basis = replace(monitor.basis, sample_s=None)  # another time is expected now
+            monitor.basis = replace(monitor.basis, sample_s=None)  # the old time per sample no longer applies
             self.offloaded_experts[expert].set_prefetch_depth(monitor.distance.ahead)
             self._sink.emit(DecisionEvent(f"plan.{expert}.ahead", monitor.distance.ahead, reason))
 
@@ -171,7 +212,7 @@ class OffloadManager:
         )
         self.offloaded_experts[expert] = offloaded
         if is_swapped:
-            self.expert_swap.add(expert, SwappableExpert(offloaded))
+            self.expert_swap.add(expert, PlannedSwappableExpert(offloaded))
         max_depth = (
             min(planned.max_ahead, len(plan.blocks))
             if offloaded.ring.streamed or offloaded.offloads_activations
@@ -190,7 +231,7 @@ class OffloadManager:
 
 
 def plan_summary(plan: MemoryPlan) -> str:
-    """A plan in one line."""
+    """A plan in one line, for reports."""
     if plan.keeps_all_on_gpu:
         return "everything stays on the device"
     parts = []
@@ -208,7 +249,7 @@ def plan_summary(plan: MemoryPlan) -> str:
 
 
 def _is_same_plan(one: MemoryPlan, other: MemoryPlan) -> bool:
-    """Whether two plans do the same."""
+    """Whether two plans place everything equally; reasons and modelled times may differ."""
     rows = [[(block.name, block.weights, block.activations) for block in plan.blocks] for plan in (one, other)]
     return rows[0] == rows[1] and replace(one, blocks=(), modelled=None, reasons=(), machine="") == replace(
         other, blocks=(), modelled=None, reasons=(), machine=""

@@ -1,9 +1,10 @@
-"""The blocks of a module as a plan has them run: weights fetched ahead, activations kept, sent or recomputed.
+"""Runs the blocks of a module as a plan says: weights fetched ahead, activations kept, sent to host or recomputed.
 
 Each block's call is wrapped from outside, around its hooks and around compiled code; names, parameters and classes stay
-as they are, and `remove` leaves nothing behind. Where a pass is, is told by the calls themselves: a block begins its
-forward pass when it is called, and its backward pass when the gradient of its output is there. autograd runs nodes in
-the reverse order of their making, so a block's backward pass ends where that of the block before begins.
+as they are, and `remove` leaves nothing behind. The position within a pass is known from the calls themselves: a block
+begins its forward pass when it is called, and its backward pass when the gradient of its output is computed. autograd
+runs nodes in the reverse order of their creation, so a block's backward pass ends where that of the block before
+begins.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ BlockCall = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _PackedSubclass:
-    """A saved weight in a class of its own, such as one of 8 bits: what it is made of, packed."""
+    """A saved tensor of a subclass, such as an 8-bit weight: its inner tensors, packed."""
 
     tensor_class: Any
     context: Any
@@ -50,7 +51,7 @@ class _PackedSubclass:
 
 @dataclass(eq=False, slots=True)
 class OffloadedBlocks:
-    """All blocks of a module, in the order of the forward pass, at work."""
+    """All blocks of a module, in the order of the forward pass."""
 
     modules: Sequence[nn.Module]
     policies: Sequence[ActivationPolicy]
@@ -59,17 +60,17 @@ class OffloadedBlocks:
     prefetch_depth: int
     current_pass: BlockPass = BlockPass.SAMPLING
     current_block: int = -1
-    """The block that computes."""
+    """The block that computes now."""
     _block_on_device: int | None = None
-    """The block whose weights are in place for all of its backward pass."""
+    """The streamed block whose device weights stay in place during its whole backward pass."""
     _inputs: BlockInputs = field(default_factory=BlockInputs)
     _original_calls: list[BlockCall] = field(default_factory=list)
 
     def install(self) -> None:
-        """From now on every call of a block goes through `_called`.
+        """From now on every call of a block goes through `_call_block`.
 
-        `_compiled_call_impl` is what nn.Module calls instead of its own, where there is one: torch.compile's place. It
-        is the only one outside of a module's hooks that changes no class.
+        If a module has a `_compiled_call_impl`, nn.Module calls it instead of its own code: torch.compile uses it. It is
+        the only place outside of a module's hooks that needs no change of its class.
         """
         for number, module in enumerate(self.modules):
             before: BlockCall | None = module._compiled_call_impl
@@ -98,35 +99,35 @@ class OffloadedBlocks:
         else:
             output = self._run_saving(number, inner, args, kwargs)
         if self.policies[number] is not ActivationPolicy.KEEP:
-            torch.clear_autocast_cache()  # it holds copies of trained weights to the end of the forward pass
+            torch.clear_autocast_cache()  # it keeps copies of trained weights until the end of the forward pass
         self._register_backward_hooks(number, output, (args, kwargs))
         return output
 
     def _run(self, number: int, inner: BlockCall, args: Any, kwargs: Any) -> Any:
-        """The block itself, with its weights in place."""
+        """Run the block itself, with its weights on the device."""
         if number not in self.ring.streamed or number == self._block_on_device:
             return inner(*args, **kwargs)
         self.ring.wait_for_block(number, self.current_pass)
         self.ring.use_device_weights(number)
         try:
             return inner(*args, **kwargs)
-        finally:  # recomputing ends with an exception of torch's own, as soon as it has what is needed
+        finally:  # torch.utils.checkpoint ends recomputing early with an exception of its own
             self.ring.use_host_weights(number)
 
     def _run_checkpointed(self, number: int, inner: BlockCall, args: Any, kwargs: Any) -> Any:
         calls = 0
 
-        def run(*given: Any) -> Any:
+        def run(*inputs: Any) -> Any:
             nonlocal calls
             calls += 1
-            *args, kwargs = given
-            if calls > 1:  # the backward pass asks again
+            *args, kwargs = inputs
+            if calls > 1:  # recomputed in the backward pass
                 self._begin_block(number, BlockPass.BACKWARD)
                 self._hold_weights(number)
             return self._run(number, inner, args, kwargs)
 
-        # Keywords are given as one more argument: by the tensors in arguments checkpoint knows of which devices it has
-        # to keep the random numbers.
+        # Keyword arguments are passed as one more positional one: checkpoint finds the devices whose random states it
+        # must keep by the tensors in its positional arguments.
         return checkpoint(run, *args, kwargs, use_reentrant=False)
 
     def _run_saving(self, number: int, inner: BlockCall, args: Any, kwargs: Any) -> Any:
@@ -147,7 +148,7 @@ class OffloadedBlocks:
             self.activation_offloader.end_block(number)
         return output
 
-    # ── what is saved ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── saved tensors ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _pack(
         self,
@@ -182,7 +183,7 @@ class OffloadedBlocks:
     # ── backward ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _register_backward_hooks(self, number: int, output: Any, inputs: Any) -> None:
-        """Notice when the block's backward pass begins. What it only passes on says nothing about it."""
+        """Detect the start of the block's backward pass: outputs that are its inputs passed through are ignored."""
         input_ids = set(map(id, iter_tensors(inputs)))
         for tensor in iter_tensors(output):
             if tensor.requires_grad and id(tensor) not in input_ids:
@@ -193,7 +194,7 @@ class OffloadedBlocks:
 
     def _begin_block(self, number: int, new_pass: BlockPass) -> None:
         if new_pass is BlockPass.BACKWARD and self.current_pass is BlockPass.BACKWARD and number >= self.current_block:
-            return  # it is at work, or over: a backward pass goes down
+            return  # this block's backward pass has begun already: block numbers decrease in a backward pass
         self.return_weights()
         if new_pass is BlockPass.BACKWARD:
             for finished in range(number + 1, len(self.modules)):
@@ -209,27 +210,28 @@ class OffloadedBlocks:
                 self.activation_offloader.prefetch_block(use.block)
 
     def _hold_weights(self, number: int) -> None:
-        """Put a streamed block's weights in place until another block begins, or the backward pass is over.
+        """Keep a streamed block's weights on the device until another block begins, or the backward pass ends.
 
-        Where they are trained, autograd may copy a gradient to where the parameter is; where the block is recomputed,
-        torch's checkpoint keeps parameters themselves, not what they were, until the block's backward pass is over.
+        Trained weights: autograd accumulates a gradient on the device of its parameter. Recomputed blocks:
+        torch.utils.checkpoint saves the parameters themselves, not their tensors, until the backward pass of the block
+        ends.
         """
         if number in self.ring.streamed and number != self._block_on_device:
             self.return_weights()
             self.ring.wait_for_block(number, BlockPass.BACKWARD)
             self.ring.use_device_weights(number)
             self._block_on_device = number
-            if torch._C._current_graph_task_id() != -1:  # the first block has no block before it that would end it
+            if torch._C._current_graph_task_id() != -1:  # no other block begins after block 0
                 Variable._execution_engine.queue_callback(self.return_weights)
 
     def return_weights(self) -> None:
-        """No block computes: all weights that were lent are at home."""
+        """No block computes any more: point the parameters of a held block at host memory again."""
         if self._block_on_device is not None:
             self.ring.use_host_weights(self._block_on_device)
             self._block_on_device = None
 
 
 def _storage_addresses(module: nn.Module) -> StorageAddresses:
-    """Where the module's own tensors are."""
+    """Storage addresses of the module's parameters and buffers."""
     tensors: Iterable[torch.Tensor] = (*module.parameters(), *module.buffers())
-    return {leaf.get().untyped_storage().data_ptr() for one in tensors for leaf in stored_tensors(one)}
+    return {stored.get().untyped_storage().data_ptr() for tensor in tensors for stored in stored_tensors(tensor)}

@@ -1,13 +1,13 @@
-"""Where what is trained is stepped: on the device, on the device piece by piece, or on the host.
+"""Moves weights, gradients and optimizer state for the optimizer step, which runs on the device, on the device piece by
+piece, or on the host.
 
-Weights, gradients, the optimizer's memory and averages each have a home; for a step they come together where it is
-made, and go home again. Between windows everything is at home and complete: checkpoints, averages and exports read it
-there.
+Each tensor has a permanent place; for a step, tensors are brought together and then returned. Between windows all of
+them are complete in their places, where checkpoints, averages and exports read them.
 
-                 gradients                         optimizer's memory, averages        the step
+                 gradients                         optimizer state, averages           the step runs on
     gpu          with their weights                device                              device
-    streamed     with their weights                host                                device, a piece at a time
-    host         host, as soon as they are made    host                                host, by all of its cores
+    streamed     with their weights                host                                device, one piece at a time
+    host         host, as soon as they are made    host                                host, on all of its cores
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch.utils.hooks import RemovableHandle
 from supertuner.optim.optimizer_registry import ExpertOptimizer
 from supertuner.plan.placement.memory_needs import PER_PARAMETER_OPTIMIZERS
 from supertuner.plan.placement.plan import OptimizerPlacement
-from supertuner.train.offload.host_buffers import BufferKey, HostBuffers
-from supertuner.step.parameter_state import HOST, ParameterState
+from supertuner.step.parameter_state import HOST, BufferKey, ParameterState
+from supertuner.train.offload.host_buffers import HostBuffers
 from supertuner.train.offload.param_storage import is_plain
 from supertuner.train.offload.transfer import DeviceTransfer, TransferEvent
 
 
 @dataclass(eq=False, slots=True)
 class _PieceOnDevice:
-    """What of some parameters is on its way to the device."""
+    """Host tensors of some parameters, and their copies on the device."""
 
     keys: list[BufferKey] = field(default_factory=list)
     host_tensors: list[torch.Tensor] = field(default_factory=list)
@@ -43,32 +43,32 @@ class _PieceOnDevice:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class PlannedOptimizerOffload:
-    """Keeps what is trained of one expert; see `step.window.Keeper`."""
+    """The optimizer offload of one expert under a plan. (`step.window.OptimizerOffload` documents the methods.)"""
 
     parameters: Mapping[str, nn.Parameter]
     optimizer: ExpertOptimizer
     parameter_state: ParameterState
     placement: OptimizerPlacement
     parameters_by_piece: Sequence[Collection[str]]
-    """Names of parameters, block by block: what is a piece."""
+    """Names of parameters, piece by piece."""
     host_weights: Collection[str]
-    """Parameters whose weights are at home in host memory."""
+    """Names of parameters whose weights live in host memory, because their block is streamed."""
     transfer: DeviceTransfer
     host_buffers: HostBuffers
     invalidate_device_copies: Callable[[], None]
-    """Weights at home have changed: copies of them elsewhere are worthless."""
+    """Called when weights in host memory have changed: device copies of them are out of date."""
     return_streamed_weights: Callable[[], None]
-    """The last block is done: its weights go home."""
+    """Called after the last backward pass: the last block's parameters point at host memory again."""
     _host_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of this window, at home."""
+    """Gradients of this window in host memory."""
     _device_weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Weights on the device while the host steps their copies."""
+    """Device weights while the host updates their copies."""
     _synced_versions: dict[str, int] = field(default_factory=dict)
-    """The version of a parameter when its copy at home was last the same."""
+    """Version of a parameter when its host copy was last equal."""
     _hooks: list[RemovableHandle] = field(default_factory=list)
 
     def install(self) -> None:
-        """Gradients of weights that are at home, or stepped there, go there as soon as they are made."""
+        """Register hooks that send gradients to host memory as soon as they are made, where the step needs them there."""
         for name, parameter in self.parameters.items():
             if name in self.host_weights or self.placement is OptimizerPlacement.HOST:
                 hook = partial(_gradient_hook, weakref.ref(self), name)
@@ -79,13 +79,13 @@ class PlannedOptimizerOffload:
             hook.remove()
         self._hooks.clear()
 
-    # ── the keeper's verbs ───────────────────────────────────────────────────────────────────────────────────────
+    # ── OptimizerOffload ─────────────────────────────────────────────────────────────────────────────────────────
 
     def gradients_ready(self) -> None:
         self.return_streamed_weights()
         changed = []
         host_stepped = self.parameters if self.placement is OptimizerPlacement.HOST else self._host_gradients
-        for name in host_stepped:  # on the host also what has no gradient: its average is there
+        for name in host_stepped:  # for a step on the host also parameters without gradient: their average is there
             parameter = self.parameters[name]
             if name not in self.host_weights:
                 device_tensor = self._device_weights[name] = parameter.data
@@ -100,7 +100,7 @@ class PlannedOptimizerOffload:
 
     def resident_chunks(self) -> Iterator[Collection[str]]:
         if self.placement is OptimizerPlacement.HOST:
-            self.parameter_state.move_to(HOST)  # all of it is there already, unless it was made before there was a plan
+            self.parameter_state.move_to(HOST)  # no copies, except for state that was created before the plan
             yield self.parameters
         elif self.placement is OptimizerPlacement.STREAMED or self.host_weights:
             pieces = [names for names in self.parameters_by_piece if names]
@@ -122,12 +122,16 @@ class PlannedOptimizerOffload:
         if pairs:
             self.transfer.wait_on_device(self.transfer.copy_to_device(pairs))
         self._device_weights.clear()
-        self.host_buffers.synchronize()  # whoever saves or looks reads what is at home
+        self.host_buffers.synchronize()  # checkpoints and exports read host memory next
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def offload_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        """Send a micro-batch's gradient home, with those before it added as autograd would have added them."""
+        """Send a micro-batch's gradient to host memory.
+
+        Gradients of earlier micro-batches are fetched and added on the device first, in the order in which autograd
+        would have added them: the sum has the same bits.
+        """
         gradient = parameter.grad
         assert gradient is not None
         if name in self._host_gradients:
@@ -139,7 +143,10 @@ class PlannedOptimizerOffload:
         parameter.grad = None
 
     def _step_piece_by_piece(self, pieces: Sequence[Collection[str]]) -> Iterator[Collection[str]]:
-        """Each piece comes to the device while the one before is stepped, and goes home while the next is."""
+        """Fetch each piece while the one before is updated, and send it back while the next one is.
+
+        Yields the names of each piece while its tensors are on the device; the caller runs the optimizer.
+        """
         next_piece = self._start_fetch(pieces[0])
         for number, names in enumerate(pieces):
             piece = next_piece
@@ -165,7 +172,7 @@ class PlannedOptimizerOffload:
                 group["params"] = parameters
 
     def _start_fetch(self, names: Collection[str]) -> _PieceOnDevice:
-        """Begin to fetch what of these parameters is at home."""
+        """Start fetching the tensors of these parameters that are in host memory."""
         piece = _PieceOnDevice()
         for name in names:
             for key, tensor in self._host_tensors(name):
@@ -186,7 +193,7 @@ class PlannedOptimizerOffload:
                 yield key, tensor
 
     def _use_device_copies(self, names: Collection[str], piece: _PieceOnDevice) -> None:
-        """Put what has come in the places of what is at home."""
+        """Replace the host tensors by their device copies."""
         device_tensor_by_key = dict(zip(piece.keys, piece.device_tensors, strict=True))
 
         def device_tensor(key: BufferKey, tensor: torch.Tensor) -> torch.Tensor:
@@ -195,13 +202,13 @@ class PlannedOptimizerOffload:
         for name in names:
             if (name, "weight") in device_tensor_by_key:
                 parameter = self.parameters[name]
-                parameter.grad = None  # one on another device would not be let beside it
+                parameter.grad = None  # torch refuses a gradient on another device than its parameter
                 parameter.data = device_tensor_by_key[name, "weight"]
                 parameter.grad = device_tensor_by_key.get((name, "gradient"))
             self.parameter_state.replace_tensors(name, device_tensor)
 
     def _send_to_host(self, names: Collection[str], piece: _PieceOnDevice) -> None:
-        """What changed goes home; gradients are used up."""
+        """Send changed weights and state back to host memory, and drop the gradients."""
         weights = []
         for (name, role), host_tensor, device_tensor in zip(
             piece.keys, piece.host_tensors, piece.device_tensors, strict=True
@@ -215,7 +222,7 @@ class PlannedOptimizerOffload:
             self._send_state_to_host(names)
 
     def _send_state_to_host(self, names: Collection[str]) -> None:
-        """Send home what the optimizer remembers of these parameters, and their averages."""
+        """Send optimizer state and averages of these parameters to host memory."""
         pairs = []
 
         def host_copy(key: BufferKey, tensor: torch.Tensor) -> torch.Tensor:
@@ -223,9 +230,9 @@ class PlannedOptimizerOffload:
                 return tensor.to(HOST)
             if self.host_buffers.is_buffer(key, tensor):
                 return tensor
-            home = self.host_buffers.buffer_for(key, tensor)
-            pairs.append((home, tensor))
-            return home
+            buffer = self.host_buffers.buffer_for(key, tensor)
+            pairs.append((buffer, tensor))
+            return buffer
 
         for name in names:
             self.parameter_state.replace_tensors(name, host_copy)
@@ -233,8 +240,8 @@ class PlannedOptimizerOffload:
 
 
 def _gradient_hook(offload_ref: weakref.ref[PlannedOptimizerOffload], name: str, parameter: torch.Tensor) -> None:
-    """A parameter's hook. Weak: torch keeps such hooks where Python finds no circles, and parameter and keeper would
-    hold each other for ever."""
+    """The hook of a parameter. The reference is weak: torch stores such hooks where Python's collector cannot see them,
+    so parameter and offload would keep each other alive for ever."""
     offload = offload_ref()
-    assert offload is not None, "the keeper lives as long as its expert is trained"
+    assert offload is not None, "the offload lives as long as its expert is trained"
     offload.offload_gradient(name, parameter)

@@ -1,7 +1,7 @@
-"""The plain tensors that a parameter is stored in, and how others are put in their place.
+"""The plain tensors that store a parameter, and how to replace them.
 
-A parameter has one, itself; a weight in 8 bits, which is a tensor of a class of its own, has several. Whoever holds the
-parameter sees what was put there: a layer, an optimizer, a graph that waits for its backward pass.
+An ordinary parameter has one: its data. An 8-bit weight is a tensor subclass that consists of several. A replacement is
+seen by everything that holds the parameter: layers, the optimizer, and autograd graphs before their backward pass.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ class StoredTensor:
 
     owner: Any
     attribute: str | None
-    """The owner's attribute; None: the owner is the parameter itself."""
+    """The attribute of `owner` that holds it; None: it is the data of `owner`, the parameter."""
     role: str = "weight"
-    """What of the parameter it is: `weight`, or `weight.qdata`."""
+    """Its role in the parameter: `weight`, or e.g. `weight.qdata`."""
 
     def get(self) -> torch.Tensor:
         tensor: torch.Tensor = self.owner.data if self.attribute is None else getattr(self.owner, self.attribute)
         return tensor
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Its shape and values must be those that are there, for others must not notice."""
+        """Replace it by a tensor with the same shape and values, in any memory."""
         if self.attribute is None:
             self.owner.data = tensor
         else:

@@ -1,7 +1,10 @@
-"""Which block is used next, and after that: a step repeats, so what is fetched ahead is known and never guessed. Pure.
+"""In which order blocks are used: a step repeats, so prefetching needs no prediction. Pure.
 
 training    0 1 2 … n-1 | n-1 … 2 1 0 | 0 1 2 …      a forward pass, its backward pass, the next forward pass
-sampling    0 1 2 … n-1 | 0 1 2 … n-1 | …            forward passes alone
+sampling    0 1 2 … n-1 | 0 1 2 … n-1 | …            forward passes only
+
+Since the future is known, the best block to evict is the one whose next use is furthest away (Belady, "A study of
+replacement algorithms for a virtual-storage computer", IBM Systems Journal 5, 1966).
 """
 
 from __future__ import annotations
@@ -26,15 +29,15 @@ class BlockUse(NamedTuple):
 
 
 def upcoming_uses(block: int, blocks: int, current_pass: BlockPass) -> Iterator[BlockUse]:
-    """The uses after that of `block` in this pass, to the end of the pass that follows: every block is among them."""
-    later_blocks = (BlockUse(one, False) for one in range(block + 1, blocks))
-    next_forward = (BlockUse(one, False) for one in range(blocks))
+    """The uses that follow the use of `block` in this pass, up to the end of the next pass: every block is among them."""
+    later_blocks = (BlockUse(other, False) for other in range(block + 1, blocks))
+    next_forward = (BlockUse(other, False) for other in range(blocks))
     match current_pass:
         case BlockPass.FORWARD:
             yield from later_blocks
-            yield from (BlockUse(one, True) for one in reversed(range(blocks)))
+            yield from (BlockUse(other, True) for other in reversed(range(blocks)))
         case BlockPass.BACKWARD:
-            yield from (BlockUse(one, True) for one in reversed(range(block)))
+            yield from (BlockUse(other, True) for other in reversed(range(block)))
             yield from next_forward
         case BlockPass.SAMPLING:
             yield from later_blocks
@@ -42,12 +45,15 @@ def upcoming_uses(block: int, blocks: int, current_pass: BlockPass) -> Iterator[
 
 
 def next_uses(block: int, blocks: int, current_pass: BlockPass, depth: int) -> list[BlockUse]:
-    """The next `ahead` uses: what is fetched while `block` computes."""
+    """The next `depth` uses: the blocks to fetch while `block` computes."""
     return list(islice(upcoming_uses(block, blocks, current_pass), depth))
 
 
 def uses_until(block: int, other: int, blocks: int, current_pass: BlockPass) -> int:
-    """How many uses lie between that of `block` in this pass and the next one of `other`."""
+    """The number of uses between that of `block` in this pass and the next one of `other`: its index in
+    `upcoming_uses`, in closed form."""
+    # FORWARD, other <= block: the rest of this pass (blocks - 1 - block), then the backward pass from the last block
+    # down to `other` (blocks - 1 - other). BACKWARD, other >= block: down to block 0, then up again to `other`.
     match current_pass:
         case BlockPass.FORWARD:
             return other - block - 1 if other > block else 2 * (blocks - 1) - block - other
@@ -60,6 +66,9 @@ def uses_until(block: int, other: int, blocks: int, current_pass: BlockPass) -> 
 def block_to_evict(
     loaded: Collection[int], block: int, blocks: int, current_pass: BlockPass, *, is_protected: Callable[[int], bool]
 ) -> int | None:
-    """Of the blocks that are held, the one to give up: the last to be used again; None: all are spared."""
-    candidates = [one for one in loaded if one != block and not is_protected(one)]
-    return max(candidates, key=lambda one: (uses_until(block, one, blocks, current_pass), one), default=None)
+    """The loaded block whose next use is furthest away; None if all loaded blocks are protected.
+
+    `block`, which computes now, is never evicted. Ties go to the higher number, so that the choice is deterministic.
+    """
+    candidates = [other for other in loaded if other != block and not is_protected(other)]
+    return max(candidates, key=lambda other: (uses_until(block, other, blocks, current_pass), other), default=None)

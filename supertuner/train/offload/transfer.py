@@ -1,7 +1,8 @@
-"""The seam between a plan and a machine: copies to the device and back, begun in order and awaited by marks.
+"""The seam between a plan and a machine: asynchronous copies to the device and back, with events to wait for.
 
-A copy begins after everything that was asked of the computation so far, so it may overwrite what the computation has
-used and read what it has made. `await_` makes the computation wait, not the host; `arrived` makes the host wait.
+A copy starts after everything queued on the compute stream so far, so it may overwrite what earlier computation has
+read, and may read what it has written. `wait_on_device` makes the compute stream wait for a copy; `synchronize` makes
+the host wait.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ import torch
 from supertuner.plan.placement.replan import TransferCounters
 
 TransferEvent: TypeAlias = Any
-"""A point in the work of a stream; what it is depends on the carrier."""
+"""A point in the work of a copy stream. Its type depends on the transfer."""
 CopyPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Target and source of a copy: contiguous, of the same bytes."""
-
+"""(target, source) of a copy: contiguous tensors of the same size."""
 
 
 class DeviceTransfer(Protocol):
@@ -25,24 +25,24 @@ class DeviceTransfer(Protocol):
     counters: TransferCounters
 
     def copy_to_device(self, pairs: Sequence[CopyPair], after: Iterable[TransferEvent] = ()) -> TransferEvent:
-        """Begin to copy from host memory to the device."""
+        """Start copying from host memory to the device, after these events. Returns the completion event."""
 
     def copy_to_host(self, pairs: Sequence[CopyPair]) -> TransferEvent:
-        """Begin to copy from the device to host memory."""
+        """Start copying from the device to host memory. Returns the completion event."""
 
     def wait_on_device(self, event: TransferEvent) -> None:
-        """What the computation is asked for from here on comes after the mark."""
+        """Computation queued from here on starts after the event."""
 
     def synchronize(self, event: TransferEvent) -> None:
-        """Wait until the host may read what was sent."""
+        """Make the host wait for the event: it may then read what was copied to it."""
 
     def take_counters(self) -> TransferCounters:
-        """What was counted since the last time. Between windows: it may wait for the device."""
+        """The counters since the last call. Only between windows: it may wait for the device."""
 
 
 class SynchronousTransfer:
-    """A carrier for a device that is the host itself: copies are made at once. Results do not depend on the carrier, so
-    what holds with this one holds on a GPU."""
+    """The transfer for the CPU as device: copies at once. Results do not depend on the transfer, so results that hold
+    with this one hold on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.counters = device, TransferCounters()
@@ -63,7 +63,7 @@ class SynchronousTransfer:
 
 
 class CudaStreamTransfer:
-    """A GPU's copy engines beside its computation: one stream each way."""
+    """The transfer for a GPU: one copy stream per direction, beside the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.counters = device, TransferCounters()
@@ -93,7 +93,7 @@ class CudaStreamTransfer:
         taken, self.counters = self.counters, TransferCounters()
         for name, spans in self._timed.items():
             for _, end in spans[-1:]:
-                end.synchronize()  # of one stream: the others are before it
+                end.synchronize()  # events of one stream complete in order: the last one is enough
             setattr(taken, name, sum(begin.elapsed_time(end) for begin, end in spans) / 1e3)
         self._timed.clear()
         return taken

@@ -1,8 +1,19 @@
-"""Weights that are at home in host memory and on the device only while their block computes.
+"""Streams weights: they live in host memory, and are on the device only while their block computes.
 
-A ring of slots in device memory holds the block that computes and those that come next; copies run beside the
-computation. Outside of its own computation a block's parameters are its home's tensors: whoever looks at them between
-two windows, or saves them, sees true weights. Frozen weights need no way back.
+A ring of `prefetch_depth + 1` slots in device memory, each as large as the largest block, holds the block that computes
+and the blocks that come next; copies run beside the computation:
+
+    slot 0   block 3 computes
+    slot 1   block 4, copied already
+    slot 2   block 5, being copied          (prefetch_depth = 2)
+
+When block 4 begins, block 6 is needed within the depth. If a slot is free it gets that one, else the slot of the block
+whose next use is furthest away (`prefetch_order.py`). At the turn from the forward to the backward pass, and from one
+step to the next, the blocks that are used next are still in their slots, and are not copied again.
+
+Outside of its own computation a block's parameters point at the host tensors, so saving or reading them between two
+windows gives the true weights. Frozen weights are never copied back; trained ones are updated in host memory by
+`optimizer_step.py`, which then invalidates the slots.
 """
 
 from __future__ import annotations
@@ -22,26 +33,26 @@ from supertuner.train.offload.transfer import CopyPair, DeviceTransfer, Transfer
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StreamedBlock:
-    """The stored tensors of one block that live at home, one after the other in a slot."""
+    """The tensors of one block that live in host memory, and their layout in a slot: one after the other."""
 
     parameters: Mapping[str, nn.Parameter]
     stored: Sequence[StoredTensor]
     offsets: Sequence[int]
     nbytes: int
     trained: bool
-    """Whether other values may be put in place of these: those of an average, for a while."""
+    """Whether any of them is trained. Then averages may stand in for them for a while, in other host tensors."""
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, nn.Parameter]) -> StreamedBlock:
         stored = [tensor for parameter in parameters.values() for tensor in stored_tensors(parameter)]
         offsets, end = [], 0
-        for leaf in stored:
+        for tensor in stored:
             offsets.append(end)
-            end += -(-leaf.get().nbytes // ALIGNMENT) * ALIGNMENT
+            end += -(-tensor.get().nbytes // ALIGNMENT) * ALIGNMENT
         return cls(parameters, stored, offsets, end, any(parameter.requires_grad for parameter in parameters.values()))
 
     def move_to_host(self, host_buffers: HostBuffers) -> None:
-        """Have the tensors in host memory, which is their home from now on."""
+        """Move the tensors to host memory, where they stay from now on."""
         for name, parameter in self.parameters.items():
             for stored in stored_tensors(parameter):
                 host_buffers.move_to_host(name, stored)
@@ -49,18 +60,20 @@ class StreamedBlock:
 
 @dataclass(eq=False, slots=True)
 class _SlotContents:
-    """What a slot holds of a block."""
+    """A block in a slot."""
 
     slot: int
     host_tensors: list[torch.Tensor]
-    """What was copied: the parameters' tensors when it was begun."""
+    """The tensors that were copied: those that the parameters pointed at when the copy started."""
     event: TransferEvent
+    """Completion of the copy."""
     awaited: bool = False
+    """Whether the compute stream has waited for it."""
 
 
 @dataclass(eq=False, slots=True)
 class WeightRing:
-    """The slots, and which block is in which. `blocks` counts all blocks of the module, streamed or not."""
+    """The slots, and which block is in which. `block_count` counts all blocks of the module, streamed or not."""
 
     streamed: Mapping[int, StreamedBlock]
     block_count: int
@@ -72,13 +85,14 @@ class WeightRing:
 
     @property
     def nbytes(self) -> int:
-        """Of device memory, once it is in use."""
+        """Bytes of device memory that the slots take, once they are in use."""
         largest = max((block.nbytes for block in self.streamed.values()), default=0)
         return largest * min(self.prefetch_depth + 1, len(self.streamed))
 
     def begin_block(self, block: int, current_pass: BlockPass) -> None:
-        """A block is about to compute: it must be there, and those that come next are sent for."""
+        """A block is about to compute: make sure that it is on the device, and start fetching the next ones."""
         if block in self.streamed:
+            # A trained block may have been copied with other values, of an average: then it is fetched again.
             if block in self._contents and self.streamed[block].trained and not self._is_current(block):
                 del self._contents[block]
             self.wait_for_block(block, current_pass)
@@ -87,7 +101,7 @@ class WeightRing:
                 self._fetch(use.block, block, current_pass)
 
     def wait_for_block(self, block: int, current_pass: BlockPass) -> _SlotContents:
-        """The block's slot, with what the parameters are at home; the computation waits for it."""
+        """The block's slot with current weights, fetched now if it was not fetched before; the compute stream waits for it."""
         contents = self._contents.get(block)
         if contents is None:
             self._fetch(block, block, current_pass)
@@ -99,30 +113,34 @@ class WeightRing:
         return contents
 
     def use_device_weights(self, block: int) -> None:
-        """Put the slot's tensors in place of the home's while the block runs; `begin` came before."""
+        """Point the parameters at the slot, after `wait_for_block`, while the block runs."""
         for stored, view in zip(self.streamed[block].stored, self._slot_views(block), strict=True):
             stored.put(view)
 
     def use_host_weights(self, block: int) -> None:
+        """Point the parameters at host memory again."""
         for stored, host_tensor in zip(self.streamed[block].stored, self._contents[block].host_tensors, strict=True):
             stored.put(host_tensor)
 
     def is_in_slot(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's bytes are in a slot."""
+        """Whether a tensor's storage is a slot."""
         begin = tensor.untyped_storage().data_ptr()
         return any(slot.data_ptr() == begin for slot in self._slots)
 
     def block_storage(self, block: int, current_pass: BlockPass) -> torch.UntypedStorage:
-        """Where the block's bytes are on the device now, laid out as whenever they are there."""
+        """The storage of the slot that holds the block now; a block's layout is the same in every slot."""
         return self._slots[self.wait_for_block(block, current_pass).slot].untyped_storage()
 
     def invalidate(self) -> None:
-        """What the slots hold is worthless: homes have changed."""
+        """Forget what the slots hold: weights in host memory have changed."""
         self._contents.clear()
 
     def release_slots(self) -> None:
-        """Give the device memory back; the next use takes it again. Nobody may be given it before copies into it, which
-        may be for a pass that does not come, are done."""
+        """Free the device memory; the next use allocates it again.
+
+        Copies into the slots may still run, for a pass that does not come: the compute stream waits for them first, so
+        that the allocator does not give the memory to other tensors too early.
+        """
         for contents in self._contents.values():
             if not contents.awaited:
                 self.transfer.wait_on_device(contents.event)
@@ -131,38 +149,44 @@ class WeightRing:
         self._views.clear()
 
     def _is_current(self, block: int) -> bool:
-        """Whether what was copied is what the parameters are now."""
+        """Whether the parameters still point at the host tensors that were copied."""
         pairs = zip(self.streamed[block].stored, self._contents[block].host_tensors, strict=True)
-        return all(leaf.get().data_ptr() == home.data_ptr() for leaf, home in pairs)
+        return all(stored.get().data_ptr() == host_tensor.data_ptr() for stored, host_tensor in pairs)
 
     def _fetch(self, block: int, computing: int, current_pass: BlockPass) -> None:
+        """Start copying a block into a slot, while block `computing` computes."""
         slot = self._free_slot(block, computing, current_pass)
         if slot is None:
-            return  # everything that is there is needed sooner
-        host_tensors = [leaf.get() for leaf in self.streamed[block].stored]
+            return  # every loaded block is used sooner
+        host_tensors = [stored.get() for stored in self.streamed[block].stored]
         self._contents[block] = _SlotContents(slot, host_tensors, None)
         pairs: list[CopyPair] = list(zip(self._slot_views(block), host_tensors, strict=True))
         self._contents[block].event = self.transfer.copy_to_device(pairs)
         self.transfer.counters.fetches += 1
 
     def _free_slot(self, block: int, computing: int, current_pass: BlockPass) -> int | None:
-        used = {held.slot for held in self._contents.values()}
+        """A slot for `block`: a free one, or that of the evicted block; None: nothing may be evicted for a prefetch.
+
+        A copy into a slot starts after all computation queued so far (see `transfer.py`), so the evicted block's
+        kernels have read their weights before they are overwritten.
+        """
+        used = {contents.slot for contents in self._contents.values()}
         if len(used) < min(self.prefetch_depth + 1, len(self.streamed)):
             return self._new_slot(used)
-        next_blocks = (
-            {use.block for use in next_uses(computing, self.block_count, current_pass, self.prefetch_depth)}
-            if block != computing
-            else {}
-        )
+        # A prefetch must not evict a block that is used as soon; the block that computes now may evict any other.
+        protected: set[int] = set()
+        if block != computing:
+            uses = next_uses(computing, self.block_count, current_pass, self.prefetch_depth)
+            protected = {use.block for use in uses}
         evicted = block_to_evict(
-            list(self._contents), computing, self.block_count, current_pass, is_protected=lambda one: one in next_blocks
+            list(self._contents), computing, self.block_count, current_pass, is_protected=protected.__contains__
         )
         return None if evicted is None else self._contents.pop(evicted).slot
 
     def _new_slot(self, used: set[int]) -> int:
         number = next(number for number in range(len(used) + 1) if number not in used)
         if number == len(self._slots):
-            largest = max(one.nbytes for one in self.streamed.values())
+            largest = max(streamed_block.nbytes for streamed_block in self.streamed.values())
             self._slots.append(torch.empty(largest, dtype=torch.uint8, device=self.transfer.device))
         return number
 
@@ -172,7 +196,7 @@ class WeightRing:
             streamed_block = self.streamed[block]
             raw = self._slots[slot]
             self._views[block, slot] = [
-                tensor_in_bytes(raw[begin : begin + leaf.get().nbytes], leaf.get())
-                for leaf, begin in zip(streamed_block.stored, streamed_block.offsets, strict=True)
+                tensor_in_bytes(raw[begin : begin + stored.get().nbytes], stored.get())
+                for stored, begin in zip(streamed_block.stored, streamed_block.offsets, strict=True)
             ]
         return self._views[block, slot]

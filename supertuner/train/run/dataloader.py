@@ -1,8 +1,7 @@
-"""The run's windows from any step on, each with its batches, made ahead of the step that uses them.
+"""The run's windows from any step on, each with its batches, which are made ahead of the step that uses them.
 
-What is in a batch is a function of positions alone: samples by the order, noise and noise levels by the position of
-each sample, the expert by the step. A thread makes the next batches in that order, where that gains anything; whoever
-stops asking stops it.
+The content of a batch is a function of positions alone: the order gives the samples, the position of a sample its noise
+and noise level, the step the expert. Where it pays, a thread makes the next batches, in the same order.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from supertuner.config.settings.run_config import RunConfig
+from supertuner.core.waiting import waiting_for_thread, working_on
 from supertuner.data.batching.decoder_pool import single_threaded_torch_pool
 from supertuner.data.cache_policy import CacheMode, dataset_cache_policy
 from supertuner.data.corpus import Corpus
@@ -31,24 +31,25 @@ from supertuner.step.batch import StepBatch
 from supertuner.train.run.loss_weights import SampleLossWeights
 
 ORDER_CHUNK = 1024
-"""Positions that the order is asked for together: its cost is per call."""
+"""Positions per call of the sample order, whose cost is per call."""
+BATCH_TASK = "next batch"
 
 
 def batches_ahead(config: RunConfig, device: torch.device) -> tuple[int, str]:
-    """How many batches are made ahead, and why."""
+    """How many batches are made ahead, and the reason for the decision that is reported."""
     ahead = config.loader.batches_ahead
     if config.loader.prefetch_batches is not None:
         return ahead, "as configured"
     if device.type != "cpu":
-        return ahead, f"made by the CPU while {device} computes"
-    treatments = [dataset_cache_policy(one, config.cache_config) for one in config.datasets]
-    if any(how is not CacheMode.CACHED for one in treatments for how in (one.media_mode, one.text_mode)):
+        return ahead, f"the CPU makes them while {device} computes"
+    policies = [dataset_cache_policy(dataset, config.cache_config) for dataset in config.datasets]
+    if any(mode is not CacheMode.CACHED for policy in policies for mode in (policy.media_mode, policy.text_mode)):
         return ahead, "not all samples are cached"
     return 0, "all samples are cached, and the model needs the CPU itself"
 
 
 class EncodedSampleSource(Protocol):
-    """Where encoded samples come from."""
+    """The encoded samples of a corpus. Its methods return one row or item per sample of the micro-batch, in its order."""
 
     def latents(self, micro_batch: MicroBatch, /) -> Tensors: ...
 
@@ -61,19 +62,19 @@ class EncodedSampleSource(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BatchCollator:
-    """Makes the batch of a micro-batch and an expert."""
+    """Makes the batch of a micro-batch for an expert."""
 
     corpus: Corpus
     encoded: EncodedSampleSource
     family: Family
     model: ModelDescription
     timestep_distribution_for: Callable[[tuple[int, ...]], TimestepDistribution]
-    """Shape of latents without batch → how their noise levels are drawn."""
+    """Shape of one sample's latents → distribution of its noise levels."""
     seed: int
     place_batch: Callable[[StepBatch], StepBatch] | None
-    """Puts a batch where the GPU can fetch it without the CPU; None: it stays where it is made."""
+    """Moves a batch to memory that the GPU can read without the CPU; None: it stays where it is made."""
     loss_weights: SampleLossWeights | None = None
-    """What samples count beside their noise level; None: all the same."""
+    """Weights and masks of samples in the loss; None: all count the same."""
 
     def collate(self, micro_batch: MicroBatch, expert: Expert) -> StepBatch:
         fields = dict(self.encoded.latents(micro_batch))
@@ -103,7 +104,7 @@ class BatchCollator:
         return batch if self.place_batch is None else self.place_batch(batch)
 
     def sample_name(self, position: int) -> str:
-        """The sample at a position, for people."""
+        """`dataset/sample` of a position, for messages."""
         draw = self.corpus.order.draw_at(position)
         samples = self.corpus.datasets[draw.dataset_index].samples
         return f"{samples.id}/{samples.key(draw.sample)}"
@@ -111,20 +112,20 @@ class BatchCollator:
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """What a window is, before anything of it is made."""
+    """What a window consists of, before its batches are made."""
 
     step: int
     positions: range
-    """Its samples, over all processes."""
+    """Its samples, over all ranks."""
     local_positions: range
-    """Those of this process."""
+    """The samples of this rank."""
     expert_index: int
     local_batches: int
-    """How many this process computes."""
+    """How many batches this rank computes, padding included."""
 
 
 class TrainingWindow:
-    """A window whose batches arrive one by one; take all of them before the next window."""
+    """A window that yields its batches one by one; take all of them before the next window."""
 
     def __init__(
         self, plan: WindowPlan, first_batch: StepBatch | None, waited_s: float, loader: TrainingDataLoader
@@ -132,7 +133,7 @@ class TrainingWindow:
         self.plan = plan
         self._first_batch, self._loader = first_batch, loader
         self.waited_s = waited_s
-        """How long the batches taken so far were waited for."""
+        """Seconds of waiting for the batches taken so far."""
 
     def __iter__(self) -> Iterator[StepBatch]:
         if self._first_batch is not None:
@@ -140,19 +141,28 @@ class TrainingWindow:
         for _ in range(self.plan.local_batches - 1):
             item, waited_s = self._loader.next_item()
             self.waited_s += waited_s
-            assert item is not None and item[1] is not None, "a window has as many batches as its plan says"
+            assert item is not None and item[1] is not None, "a window has as many batches as its plan"
             yield item[1]
 
 
 LoaderItem: TypeAlias = tuple[WindowPlan, StepBatch | None]
-"""A batch with the plan of its window; a window in which this process has no share is announced without one."""
+"""A batch with the plan of its window. A window without samples for this rank comes once, with None."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderOptions:
+    batch_size: int
+    """Samples per micro-batch."""
+    switch_every: int
+    """Steps until training switches to the next expert."""
+    batches_ahead: int
+    """Batches that a thread makes ahead; 0: no thread, each batch is made when it is taken."""
 
 
 class TrainingDataLoader:
-    """An iterator over windows from `begin` on, and a context manager: leaving it drops what was begun.
+    """An iterator over windows from `start_step` on, and a context manager: leaving it drops batches that were started.
 
-    Planning is the thread's work too: whoever takes a batch that is ready does nothing but take it. With none `ahead`
-    there is no thread, and each is made when it is taken.
+    The thread also plans the windows, so taking a batch that is ready costs nothing else.
     """
 
     def __init__(
@@ -160,19 +170,16 @@ class TrainingDataLoader:
         collator: BatchCollator,
         schedule: TrainingSchedule,
         experts: tuple[Expert, ...],
-        *,
-        switch_every: int,
-        batch_size: int,
-        batches_ahead: int,
+        options: LoaderOptions,
         process_group: ProcessGroup,
+        *,
         start_step: int = 0,
     ) -> None:
         self._collator, self._schedule, self._experts = collator, schedule, experts
-        self._switch_every, self._batch_size, self._batches_ahead = switch_every, batch_size, batches_ahead
-        self._process_group = process_group
+        self._options, self._process_group = options, process_group
         self._items = self._produce_items(start_step)
         self._in_flight: deque[Future[LoaderItem | None]] = deque()
-        self._executor = single_threaded_torch_pool(1) if batches_ahead else None
+        self._executor = single_threaded_torch_pool(1) if options.batches_ahead else None
 
     def __iter__(self) -> Iterator[TrainingWindow]:
         while True:
@@ -182,12 +189,20 @@ class TrainingDataLoader:
             yield TrainingWindow(*item, waited_s, self)
 
     def next_item(self) -> tuple[LoaderItem | None, float]:
-        """The next batch, and how long it was waited for; None after the last. What may thereby be begun, is."""
-        while self._executor is not None and len(self._in_flight) <= self._batches_ahead:
-            self._in_flight.append(self._executor.submit(next, self._items, None))
+        """(the next batch, or None after the last; seconds of waiting for it). Starts further batches ahead."""
+        while self._executor is not None and len(self._in_flight) <= self._options.batches_ahead:
+            self._in_flight.append(self._executor.submit(self._produce_next))
         started_s = time.perf_counter()
-        item = self._in_flight.popleft().result() if self._in_flight else next(self._items, None)
+        if self._in_flight:
+            with waiting_for_thread(BATCH_TASK):
+                item = self._in_flight.popleft().result()
+        else:
+            item = next(self._items, None)
         return item, time.perf_counter() - started_s
+
+    def _produce_next(self) -> LoaderItem | None:
+        with working_on(BATCH_TASK):
+            return next(self._items, None)
 
     def close(self) -> None:
         if self._executor is not None:
@@ -204,7 +219,7 @@ class TrainingDataLoader:
         self.close()
 
     def _produce_items(self, start_step: int) -> Iterator[LoaderItem]:
-        """One batch after the other. The order is asked for many positions at once."""
+        """The batches of all windows from `start_step` on. Calls the sample order for ORDER_CHUNK positions at once."""
         order = self._collator.corpus.order
         first_position, draws = 0, order.slice(0, 0)
         for step in range(start_step, self._schedule.total_steps):
@@ -219,13 +234,13 @@ class TrainingDataLoader:
                 part: range, first: int = first_position, block: SampleDraws = draws
             ) -> list[MicroBatch]:
                 return split_micro_batches(
-                    order, block.take(slice(part.start - first, part.stop - first)), self._batch_size
+                    order, block.take(slice(part.start - first, part.stop - first)), self._options.batch_size
                 )
 
             local_positions = shard_window(positions, self._process_group.rank, self._process_group.world_size)
             micro_batches = micro_batches_of(local_positions)
             padding = self._padding_batches(positions, len(micro_batches), micro_batches_of)
-            expert = active_expert_index(step, len(self._experts), self._switch_every)
+            expert = active_expert_index(step, len(self._experts), self._options.switch_every)
             plan = WindowPlan(step, positions, local_positions, expert, len(micro_batches) + len(padding))
             if not plan.local_batches:
                 yield plan, None
@@ -237,7 +252,10 @@ class TrainingDataLoader:
     def _padding_batches(
         self, positions: range, local_count: int, micro_batches_of: Callable[[range], list[MicroBatch]]
     ) -> list[MicroBatch]:
-        """What is computed while others still have batches and this process has not; the smallest that there is."""
+        """Micro-batches of one sample that this rank computes, and discards, while other ranks still have batches.
+
+        Needed where all ranks run every pass together; ranks of one window may have different numbers of batches.
+        """
         if not self._process_group.forward_is_collective:
             return []
         world_size = self._process_group.world_size

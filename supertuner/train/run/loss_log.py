@@ -1,59 +1,36 @@
-"""losses.jsonl: one line per optimizer step, in which everything is a function of the run and nothing of the moment.
+"""The append-only logs of a run: losses.jsonl, one line per optimizer step, and validation.jsonl.
 
-A checkpoint keeps how long the file was and a checksum of it; a resumed run cuts the file there and writes the same
-lines again. So the file of a run that was killed and resumed is, bit for bit, the one of a run that was not.
+A line contains nothing that depends on the moment it was written. A checkpoint stores the length and a checksum of each
+file; a resumed run truncates the file to that length and writes the same lines again. So the files of a run that was
+killed and resumed equal, bit for bit, those of a run that was not.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
 from supertuner.core import durable
 from supertuner.core.errors import CheckpointError
-from supertuner.core.types import JSON
+from supertuner.runs.loss_files import encode_step
+from supertuner.sinks.training_events import StepRecord
 
-LOSSES_FILE = "losses.jsonl"
 READ_BYTES = 1 << 20
-FLOAT_FIELDS = ("loss", "grad_norm", "rate")
-"""Fields whose value may be no number; JSON has no word for that, so `not_finite` says which, and what it was."""
-
-
-@dataclass(frozen=True, slots=True)
-class LossRecord:
-    step: int
-    """Optimizer steps done, this one included."""
-    samples: int
-    """Samples consumed, this window's included."""
-    window: int
-    """Samples of this window."""
-    expert: str
-    """Which one was trained."""
-    loss: float
-    """Mean over the window's samples."""
-    grad_norm: float | None
-    """Before clipping; None where it is not computed."""
-    rate: float
-    """Learning rate of this step."""
 
 
 class LogPosition(NamedTuple):
-    """A place in the log: how many bytes lie before it, and their checksum (XXH3-128)."""
+    """A position in the log: the number of bytes before it, and their checksum (XXH3-128)."""
 
     nbytes: int
     digest: str
 
 
 class LossLog:
-    """The log, opened to append. A file that holds something already must be `cut` first."""
+    """A log, opened to append. A file that is not empty must be truncated first, with `truncate` or `reset`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,52 +43,54 @@ class LossLog:
         self._digest = xxhash.xxh3_128()
         self._ready = os.fstat(self._fd).st_size == 0
 
-    def append(self, record: LossRecord) -> None:
-        """Not synced: what a crash takes is written again by the resumed run, with the same bits."""
-        self.append_line(encode_record(record))
+    def append(self, record: StepRecord) -> None:
+        """Append a line without syncing: the resumed run writes lines that a crash lost again, with the same bits."""
+        self.append_line(encode_step(record))
 
     def append_line(self, line: bytes) -> None:
-        """The same for a line of another log that is cut and continued like this one; it ends with a newline."""
-        assert self._ready, f"{self.path} holds lines of before: cut it where the checkpoint says"
+        """Append a line that is encoded already; it must end with a newline."""
+        assert self._ready, f"{self.path} is not empty: truncate it to the checkpoint's position first"
         remaining, at = memoryview(line), self._nbytes
         try:
             while remaining:
                 count = os.pwrite(self._fd, remaining, at)
                 remaining, at = remaining[count:], at + count
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be written: {error.strerror}; make room and resume") from error
+            raise CheckpointError(
+                f"{self.path} cannot be written: {error.strerror}; free some space and resume"
+            ) from error
         self._nbytes += len(line)
         self._digest.update(line)
 
     def position(self) -> LogPosition:
-        """Where the log ends now: for the checkpoint, which must not be seen before a `sync` that comes after this."""
+        """The end of the log, for a checkpoint. Call `sync` afterwards, before the checkpoint is published."""
         return LogPosition(self._nbytes, self._digest.hexdigest())
 
     def sync(self) -> None:
-        """Everything that was appended is safe on disk. From any thread, while others are appended."""
+        """Write everything appended so far to the disk. Any thread may call it while others append."""
         try:
             os.fsync(self._fd)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be synced: {error.strerror}; nothing was saved") from error
 
     def truncate(self, nbytes: int, digest: str) -> None:
-        """Go back to a position: drop every line behind it. What lies before it must be what the checkpoint saw."""
+        """Drop every line after a position. CheckpointError if the bytes before it are not those of the checkpoint."""
         prefix_digest = self.require_prefix(nbytes, digest)
         os.ftruncate(self._fd, nbytes)
         os.fsync(self._fd)
         self._nbytes, self._digest, self._ready = nbytes, prefix_digest, True
 
     def require_prefix(self, nbytes: int, digest: str) -> xxhash.xxh3_128:
-        """CheckpointError unless what lies before a position is what the checkpoint saw; nothing is changed."""
+        """CheckpointError unless the bytes before a position are those of the checkpoint. Changes nothing."""
         available, prefix_digest = _prefix_digest(self._fd, nbytes)
         if available < nbytes:
-            raise self._mismatch(f"it has {available} bytes, the checkpoint saw {nbytes}")
+            raise self._mismatch(f"it has {available} bytes, and the checkpoint was saved at {nbytes}")
         if prefix_digest.hexdigest() != digest:
-            raise self._mismatch(f"its first {nbytes} bytes are not those that the checkpoint saw")
+            raise self._mismatch(f"its first {nbytes} bytes have changed since the checkpoint")
         return prefix_digest
 
     def reset(self) -> None:
-        """Drop every line: the run starts at its first step."""
+        """Drop every line: the run begins at step 0."""
         self.truncate(*EMPTY_POSITION)
 
     def _mismatch(self, problem: str) -> CheckpointError:
@@ -136,7 +115,7 @@ EMPTY_POSITION = LogPosition(0, xxhash.xxh3_128_hexdigest(b""))
 
 
 class NullLossLog(LossLog):
-    """The log of a process of which another one keeps it."""
+    """The log of a rank other than 0, which writes nothing."""
 
     def __init__(self) -> None:
         self.path = Path(os.devnull)
@@ -160,50 +139,13 @@ class NullLossLog(LossLog):
         pass
 
 
-def encode_record(record: LossRecord) -> bytes:
-    """One line. Numbers as Python's repr, which reads back to the same bits."""
-    fields: dict[str, JSON] = {name: getattr(record, name) for name in record.__slots__}
-    not_finite = {name: str(value) for name in FLOAT_FIELDS if not _is_finite(value := fields[name])}
-    for name in not_finite:
-        fields[name] = None
-    if not_finite:
-        fields["not_finite"] = not_finite
-    return (json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-def read_losses(path: Path) -> list[LossRecord]:
-    """Every whole line of a log, also while the run writes it; a missing file has none."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [_parse_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
-
-
-def _parse_record(line: bytes, where: str) -> LossRecord:
-    try:
-        fields = json.loads(line)
-        fields.update({name: float(text) for name, text in fields.pop("not_finite", {}).items()})
-        return LossRecord(**_validate_fields(fields))
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not a line of a loss log ({error}); remove that line") from error
-
-
-def _validate_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name, value in fields.items():
-        allowed_types: tuple[type, ...] = (str,) if name == "expert" else (int,)
-        if name in FLOAT_FIELDS:
-            allowed_types = (int, float, type(None)) if name == "grad_norm" else (int, float)
-        if not isinstance(value, allowed_types) or isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}")
-    return fields
-
-
-def _is_finite(value: JSON) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
+def open_loss_log(path: Path, rank: int) -> LossLog:
+    """Rank 0 writes the log; the others get a log that drops everything."""
+    return LossLog(path) if rank == 0 else NullLossLog()
 
 
 def _prefix_digest(fd: int, nbytes: int) -> tuple[int, xxhash.xxh3_128]:
-    """(how many of the first `nbytes` bytes there are, their checksum as it can be gone on with)."""
+    """(how many of the first `nbytes` bytes the file has, a hash object over them that can be updated further)."""
     digest, at = xxhash.xxh3_128(), 0
     while at < nbytes and (content := os.pread(fd, min(READ_BYTES, nbytes - at), at)):
         digest.update(content)

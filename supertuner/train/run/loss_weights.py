@@ -1,4 +1,4 @@
-"""What the samples of a batch count beside their noise level: their weights, their masks, and which keep the prior."""
+"""How samples count in the loss, apart from their noise level: weights, masks, and samples for prior preservation."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ import xxhash
 from numpy.typing import NDArray
 
 from supertuner.core.events import Sink
-from supertuner.data.batching.loss_masks import LossMasks, find_loss_masks
+from supertuner.data.batching.loss_weighting import LossMasks, find_loss_masks, load_sample_weights
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.micro_batches import MicroBatch
-from supertuner.data.sample_weights import load_sample_weights
 from supertuner.models.spec import Tensors
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SampleLossWeights:
-    """By dataset, in the corpus's order."""
+    """Tuples have one item per dataset of the corpus."""
 
     corpus: Corpus
     weights: tuple[NDArray[np.float32] | None, ...]
     masks: tuple[LossMasks | None, ...]
     keeps_prior: tuple[bool, ...]
     forward_is_collective: bool = False
-    """Every batch says which of its samples keep the prior, also where none does: it costs a pass through the model,
-    and processes that share out the weights make each pass together."""
+    """Whether every batch has a `prior` tensor as soon as any dataset keeps the prior, even if none of its own samples
+    does: prior preservation takes an extra forward pass, and ranks that shard the weights must run each pass together."""
 
     def tensors_for(self, micro_batch: MicroBatch, cycles: Sequence[int], shape: tuple[int, ...]) -> Tensors:
         """The batch's `weight` [B], `mask` [B, 1, …, H, W] and `prior` [B], each only if some sample needs it.
 
-        `turns` are those whose changes the latents show, `shape` is that of one sample's latents.
+        `cycles`: for each sample the cycle whose augmentations its latents show. `shape`: one sample's latents.
         """
         datasets = [self.corpus.order.groups[group].dataset_index for group in micro_batch.draws.group.tolist()]
         samples = micro_batch.draws.sample.tolist()
@@ -49,7 +48,7 @@ class SampleLossWeights:
         return tensors
 
     def digests(self) -> dict[str, str]:
-        """What decides how samples count and lies in files that may change: setting → what they are known by."""
+        """Setting → digest of the weight and mask files, which may change between start and resume."""
         digests = {}
         for part, weights, masks in zip(self.corpus.datasets, self.weights, self.masks, strict=True):
             setting = f"datasets[{part.settings.id}]"
@@ -71,7 +70,7 @@ class SampleLossWeights:
 
 
 def build_loss_weights(corpus: Corpus, sink: Sink, *, forward_is_collective: bool = False) -> SampleLossWeights | None:
-    """What is counted apart in these data; None: nothing is. `in_step`: see `Counting`."""
+    """The loss weights of a corpus; None if all its samples count the same."""
     weights = tuple(load_sample_weights(part) for part in corpus.datasets)
     masks = tuple(find_loss_masks(part, sink) for part in corpus.datasets)
     keeps_prior = tuple(part.settings.prior and not part.settings.held_out for part in corpus.datasets)
@@ -80,7 +79,7 @@ def build_loss_weights(corpus: Corpus, sink: Sink, *, forward_is_collective: boo
 
 
 def masks_at_latent_size(masks_BHW: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Masks as large as latents of this shape (… H W): a place counts the mean of the pixels it stands for."""
+    """Masks resized to latents of this shape (… H W): each latent position gets the mean of its pixels."""
     height, width = shape[-2:]
     pooled = torch.nn.functional.adaptive_avg_pool2d(masks_BHW.unsqueeze(1), (height, width))
     return pooled.reshape(len(masks_BHW), *(1 for _ in shape[:-2]), height, width)

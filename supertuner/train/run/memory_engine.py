@@ -1,7 +1,7 @@
-"""The machine's memory as a run uses it: residency hints, batches in unified memory, overflow, and their figures.
+"""How a run uses the machine's memory: residency hints, batches in unified memory, overflow, and telemetry.
 
-Opened once, before anything is on the device, and told with its reasons. Nothing here changes what is computed: a hint
-that is refused is counted, and the run goes on.
+Opened once, before anything is on the device; each decision is reported with its reason. Nothing here changes computed
+values: a refused hint is counted, and the run goes on.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Literal
 
 import torch
 
+from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import DecisionEvent, Sink, WarningEvent
-from supertuner.core.host import HostFacts
 from supertuner.core.types import bytes_text
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.driver import Driver, NotAvailable
@@ -32,12 +32,12 @@ from supertuner.memory.hints.api import (
     use_hints,
     uvm_hint_override,
 )
+from supertuner.memory.nvml import open_nvml
 from supertuner.memory.overflow.plugin import OverflowStats
 from supertuner.memory.overflow.pools import OverflowPools, open_overflow_pools
 from supertuner.memory.overflow.stats import uvm_stats
 from supertuner.memory.probe import MachineFacts, free_gpu_bytes, probe_machine
 from supertuner.memory.telemetry.cupti import open_cupti
-from supertuner.memory.nvml import open_nvml
 from supertuner.memory.telemetry.sampler import NO_CUPTI, GpuTelemetry, MemorySampler
 from supertuner.memory.unified.buffers import UnifiedBuffers
 from supertuner.step.batch import StepBatch
@@ -45,32 +45,32 @@ from supertuner.step.batch import StepBatch
 
 @dataclass(eq=False, slots=True)
 class MemoryEngine:
-    """What a run asks of its machine's memory, and what became of it."""
+    """The memory features of a run, and what became of each request."""
 
     facts: MachineFacts
     hint_decision: HintDecision
-    """Whether hints are asked for and can be had, and why."""
+    """Whether hints are used, and the reason."""
     hints: ResidencyHints | None
-    """None: they are off."""
+    """None: hints are off."""
     buffers: UnifiedBuffers | None
-    """Where batches wait for the GPU; None: in pinned memory, or where they are made."""
+    """Unified memory for batches; None: they are in pinned memory, or where they were made."""
     pools: OverflowPools | None
-    """Where tensors on the device come from, if GPU memory may overflow."""
+    """Allocates device tensors if GPU memory may overflow into host memory; None: overflow is off."""
     overflow_at_start: OverflowStats | None
-    """The allocator's account when this run began: it goes on as long as the process does."""
+    """The allocator's counters at the start of this run: they count as long as the process lives."""
     sampler: MemorySampler
     sample_every: int
     hint_tally: HintTally = field(default_factory=HintTally)
     reported_refusals: int = 0
-    """Refusals of the allocator and of hints that `new_refusal` has told."""
+    """Refused allocations and hints that `new_refusal` has reported."""
 
     def keep_in_host(self, address: int, nbytes: int) -> None:
-        """A cache's memory: the GPU reads copies of it, so it stays where it is."""
+        """Hint that a cache's memory stays in host memory: the GPU reads copies of it."""
         if self.hints is not None:
             self.hint_tally.add(self.hints.prefer_host_range(address, nbytes))
 
     def place_batch(self, batch: StepBatch) -> StepBatch:
-        """A batch just made, put where the GPU fetches it from without the CPU; in unified memory it is on its way."""
+        """Move a new batch to memory that the GPU reads without the CPU: unified (prefetch starts at once) or pinned."""
         if self.buffers is None:
             return batch.pinned()
         tensors = list(batch.tensors())
@@ -82,23 +82,23 @@ class MemoryEngine:
         return batch.map_tensors(lambda tensor: moved[id(tensor)])
 
     def hint_batch(self, batch: StepBatch) -> None:
-        """Hints for a batch on the device that the next step reads."""
+        """Give hints for a batch on the device, which the next step reads."""
         if self.hints is not None:
             self.hint_tally.add(self.hints.place_batch(batch.named_tensors()))
 
     def allocating(self, kind: Literal["weights", "state"]) -> AbstractContextManager[None]:
-        """Tensors of a class that is placed in a way of its own are made inside."""
+        """Tensors allocated inside the block belong to `kind`, which overflow may place differently from activations."""
         return nullcontext() if self.pools is None else self.pools.allocating(kind)
 
     def after_step(self, step: int, sink: Sink) -> None:
-        """Between two steps: memory that nothing uses goes home, and figures are taken."""
+        """Between two steps: return unused memory, and sample telemetry every `sample_every` steps."""
         if self.pools is not None:
             self.pools.reclaim_between_steps()
         if self.sample_every and step % self.sample_every == 0:
             self.sampler.emit(sink, step)
 
     def new_refusal(self) -> str | None:
-        """What was refused since this was asked last, if anything was: a plan may have counted on it."""
+        """What was refused since the last call, or None. A plan may rely on memory that was refused."""
         overflow = (
             0
             if self.pools is None or self.overflow_at_start is None
@@ -112,7 +112,7 @@ class MemoryEngine:
         return f"memory was refused ({overflow} allocations, {hints} hints so far)"
 
     def out_of_memory_remedy(self, advice: str) -> str:
-        """What to do where memory is full: `less` names what needs less of it."""
+        """The remedy in an out-of-memory error: `advice` names settings that need less memory."""
         if self.pools is None:
             return f"{advice}, or memory.overflow.enabled: true" if _can_overflow(self.facts) else advice
         stats = self.pools.stats()
@@ -124,7 +124,7 @@ class MemoryEngine:
         return f"{advice}, or raise memory.overflow.oversubscription_ratio" if stats.refused_ratio else advice
 
     def summary_lines(self) -> list[str]:
-        """What became of it, for the summary."""
+        """Lines for the summary at the end of the run."""
         hints = (
             [f"hint {line}" for line in self.hint_tally.lines()] if self.hint_decision.on else [str(self.hint_decision)]
         )
@@ -134,9 +134,9 @@ class MemoryEngine:
 
 
 @contextmanager
-def open_memory(config: RunConfig, device: torch.device, *, host: HostFacts, sink: Sink) -> Iterator[MemoryEngine]:
-    """The engine of a run, ready before the first tensor is on the device; leaving it puts everything back."""
-    overflow = config.memory.overflow
+def open_memory(config: RunConfig, device: torch.device, context: RunContext) -> Iterator[MemoryEngine]:
+    """The memory engine of a run, to be opened before the first tensor is on the device; leaving undoes everything."""
+    overflow, host, sink = config.memory.overflow, context.host, context.sink
     with ExitStack() as stack:
         driver: Driver | NotAvailable = open_cuda()
         nvml = open_nvml()
@@ -144,8 +144,8 @@ def open_memory(config: RunConfig, device: torch.device, *, host: HostFacts, sin
             stack.callback(nvml.close)
         facts = probe_machine(host, driver, nvml)
         hint_tally = HintTally()
-        hint_decision, hints, buffers = _open_hints(config, device, driver, facts, host, sink)
-        stack.callback(drop_hints)  # the seeds' functions follow this run's configuration as long as it lasts
+        hint_decision, hints, buffers = _open_hints(config, device, driver, facts, context)
+        stack.callback(drop_hints)  # `supertuner.gh200` follows this run's configuration while it lasts
         if buffers is not None:
             stack.callback(buffers.close)
         pools = None
@@ -181,10 +181,9 @@ def _open_hints(
     device: torch.device,
     driver: Driver | NotAvailable,
     facts: MachineFacts,
-    host: HostFacts,
-    sink: Sink,
+    context: RunContext,
 ) -> tuple[HintDecision, ResidencyHints | None, UnifiedBuffers | None]:
-    """Whether this run hints, decided once; and with what."""
+    """Decide once whether this run gives hints; returns the decision and the objects that give them."""
     setting = config.gh200_optimizations.enable_uvm_hints
     caches = (config.cache_config.vae_cache_type, config.cache_config.text_cache_type)
     number = device.index or 0
@@ -194,20 +193,20 @@ def _open_hints(
         else HintSupport(False, f"the run computes on {device.type}")
     )
     decision = decide_hints(uvm_hint_override(), setting, caches, support)
-    sink.emit(DecisionEvent("residency_hints", decision.on, decision.reason))
+    context.sink.emit(DecisionEvent("residency_hints", decision.on, decision.reason))
     if setting and not decision.on:
-        sink.emit(WarningEvent("gh200_optimizations.enable_uvm_hints", f"has no effect: {decision.reason}"))
+        context.sink.emit(WarningEvent("gh200_optimizations.enable_uvm_hints", f"has no effect: {decision.reason}"))
     if not decision.on or isinstance(driver, NotAvailable):
         use_hints(None, setting, caches, support)
         return decision, None, None
-    free = partial(free_gpu_bytes, facts, driver, host, number)
+    free = partial(free_gpu_bytes, facts, driver, context.host, number)
     hints = ResidencyHints(driver, number, free_bytes=free)
     use_hints(hints, setting, caches, support)
     return decision, hints, UnifiedBuffers(driver, device, free_bytes=free)
 
 
 def _can_overflow(facts: MachineFacts) -> bool:
-    """Whether there is a second memory to spill to."""
+    """Whether GPU and host have separate memories, and the GPU can page between them."""
     return facts.one_pool is False and any(gpu.device.concurrent_managed for gpu in facts.gpus)
 
 
@@ -216,7 +215,7 @@ def _overflow_figures(pools: OverflowPools) -> Mapping[str, int | float | str]:
 
 
 def overflow_summary(before: OverflowStats, now: OverflowStats) -> str:
-    """What overflowed since `before`. Peaks are the process's."""
+    """What overflowed since `before`, in one line. Peaks are those of the whole process."""
     peaks = f"at most {bytes_text(now.device_peak_bytes)} of device memory"
     if now.managed_allocations == before.managed_allocations:
         return f"overflow: not needed; {peaks}"

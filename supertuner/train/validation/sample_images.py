@@ -1,12 +1,12 @@
-"""Samples of a model in training: each prompt with each seed, through the family's own pipeline, into a folder.
+"""Makes samples of a model in training: each prompt with each seed, with the family's own pipeline, into a folder.
 
     samples/step-00000040/
-        prompt-00-seed-0.png        a picture; of a video an .mp4, and .frames.png: its first, middle and last frame
-        grid.png                    all of them, labelled; grid.mp4 too if they are videos
-        samples.json                what they were made of, and the SHA-256 of every file
+        prompt-00-seed-0.png        an image; for a video an .mp4, and .frames.png: its first, middle and last frame
+        grid.png                    all samples, labelled; grid.mp4 too if they are videos
+        samples.json                prompts, seeds and settings of the samples, and the SHA-256 of every file
 
-The run is not changed by one bit: random states, modes and gradients are afterwards what they were. Nothing in the
-folder depends on the moment, so the same weights give the same bytes.
+The run is not changed by one bit: random states, train/eval modes and gradients are restored. Nothing in the folder
+depends on the moment, so the same weights give the same bytes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 
+from supertuner.arena.run_context import RunContext
 from supertuner.core.durable import write_bytes
 from supertuner.core.events import MeasurementEvent, Progress
 from supertuner.core.types import JSON
@@ -47,19 +48,19 @@ class EvaluationWeights:
     """The weights that samples are made with."""
 
     label: str = "weights in training"
-    """For people: `moving average`, `schedule-free average`."""
+    """For labels: `moving average`, `schedule-free average`."""
     applied: Callable[[], AbstractContextManager[None]] = nullcontext
-    """While it is open the modules hold them; afterwards their own, to the bit."""
+    """Inside the block the modules hold these weights; afterwards their own again, to the bit."""
 
 
 def select_evaluation_weights(
     expert_states: Sequence[ExpertState], trainable_experts: Mapping[str, TrainableExpert]
 ) -> EvaluationWeights:
-    """The weights that a run is judged by: averages where there are any, else those in training."""
+    """The weights to evaluate: averages if there are any, else the weights in training."""
     pairs = [
-        (trainable_experts[one.expert.name], values)
-        for one in expert_states
-        if (values := evaluation_weights(one)) is not None
+        (trainable_experts[expert_state.expert.name], values)
+        for expert_state in expert_states
+        if (values := evaluation_weights(expert_state)) is not None
     ]
     if not pairs:
         return EvaluationWeights()
@@ -67,13 +68,12 @@ def select_evaluation_weights(
     @contextmanager
     def apply_all() -> Iterator[None]:
         with ExitStack() as stack:
-            for own, values in pairs:
-                stack.enter_context(temporary_weights(own, values))
+            for trainable, values in pairs:
+                stack.enter_context(temporary_weights(trainable, values))
             yield
 
-    return EvaluationWeights(
-        "moving average" if any(one.ema is not None for one in expert_states) else "schedule-free average", apply_all
-    )
+    has_ema = any(expert_state.ema is not None for expert_state in expert_states)
+    return EvaluationWeights("moving average" if has_ema else "schedule-free average", apply_all)
 
 
 def samples_folder_name(step: int) -> str:
@@ -83,23 +83,22 @@ def samples_folder_name(step: int) -> str:
 def make_samples(
     plan: ValidationSamplePlan,
     sampler: ModelSampler,
+    context: RunContext,
     *,
-    run: str,
     step: int,
     modules: Iterable[nn.Module],
     folder: Path,
-    progress: Progress,
     weights: EvaluationWeights | None = None,
 ) -> MeasurementEvent:
-    """Write the samples of `step` below `folder`; `modules` are those in training. Returns `train/samples`."""
+    """Write the samples of `step` below `folder`; `modules` are those in training. Returns the `train/samples` event."""
     weights = weights or EvaluationWeights()
     with (
         atomic_folder(folder, samples_folder_name(step), _is_identical) as new,
         preserve_training_state(modules),
         weights.applied(),
-        progress.phase(f"samples of step {step}", items=len(plan), noun="samples") as phase,
+        context.progress.phase(f"samples of step {step}", items=len(plan), noun="samples") as phase,
     ):
-        sheet = SampleSheet(new, plan, run, step, weights.label)
+        sheet = SampleSheet(new, plan, context.run_dir.name, step, weights.label)
         for row, column, request in plan.requests():
             sheet.add(row, column, request, sampler.sample(request))
             phase.advance(1)
@@ -123,7 +122,10 @@ def precompute_samples(
     progress: Progress,
     weights: EvaluationWeights,
 ) -> ModelSampler:
-    """All samples of the plan, made now and held; who writes them out can fail without leaving the model halfway."""
+    """Compute all samples of the plan, and return a sampler that replays them.
+
+    Needed where all ranks compute together: writing the files may then fail on one rank without leaving a pass early.
+    """
     with (
         preserve_training_state(modules),
         weights.applied(),
@@ -138,7 +140,7 @@ def precompute_samples(
 
 @dataclass(frozen=True, slots=True)
 class _PrecomputedSampler:
-    """Samples that are there already, in the order of their plan."""
+    """Replays samples in the order of their plan."""
 
     frames: Iterator[NDArray[np.uint8]]
 
@@ -148,7 +150,7 @@ class _PrecomputedSampler:
 
 @contextmanager
 def preserve_training_state(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Look, and leave no trace: random states, train and eval modes are afterwards what they were; no gradients."""
+    """Inside the block no gradients are computed; afterwards random states and train/eval modes are restored."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     states = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
@@ -163,7 +165,7 @@ def preserve_training_state(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class SampleSheet:
-    """The files of one validation, written as samples come."""
+    """The sample files of one validation, written one by one as the samples are made."""
 
     def __init__(self, folder: Path, plan: ValidationSamplePlan, run: str, step: int, weights: str) -> None:
         self._folder = folder
@@ -187,7 +189,7 @@ class SampleSheet:
         self._samples.append({**_request_facts(request, frames, self._plan), "files": self._write_sample(name, frames)})
 
     def close(self) -> bool:
-        """Write the grids and `samples.json`; whether there is a film."""
+        """Write the grids and `samples.json`. Returns whether there is a video."""
         assert self._grid is not None, "a plan has a prompt and a seed"
         self._write_file(GRID_FILE, png_bytes(self._grid.image()))
         if self._video_grid is not None:
@@ -199,7 +201,7 @@ class SampleSheet:
         return self._video_grid is not None
 
     def _open_grids(self, frames: NDArray[np.uint8], frames_per_cell: int) -> None:
-        """The sheets are as large as the first sample makes them."""
+        """The first sample determines the size of the sheets."""
         if self._grid is None:
             _, height, width, _ = frames.shape
             self._grid = ImageGrid(self._labels, width, height, frames_per_cell)
@@ -247,7 +249,7 @@ def _request_facts(request: SampleRequest, frames: NDArray[np.uint8], plan: Vali
 
 
 def _is_identical(existing: Path, new: Path) -> bool:
-    """Whether a folder holds what the new one holds: the same facts, and files that are still what the facts say."""
+    """Whether both folders have the same samples.json, and the existing files still have the recorded hashes."""
     if not (existing / FACTS_FILE).is_file() or (existing / FACTS_FILE).read_bytes() != (new / FACTS_FILE).read_bytes():
         return False
     hashes = json.loads((new / FACTS_FILE).read_bytes())["sha256"]

@@ -1,4 +1,4 @@
-"""A validation of a run: held-out loss and samples with the weights that would be exported; the run stays as it is."""
+"""Validates a run: held-out loss and samples, with the weights that would be exported. The run itself is unchanged."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from supertuner.data.batching.decoder_pool import DecoderPool
 from supertuner.data.batching.render import caption_for_sample
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.micro_batches import MicroBatch, micro_batches
+from supertuner.memory.out_of_memory import explain_out_of_memory, release_unused_memory
 from supertuner.models.attention import use_backend
 from supertuner.models.quantization import quantize_blocks
 from supertuner.models.spec import Family, ModelDescription, ModelSampler
@@ -29,7 +30,6 @@ from supertuner.plan.sample_requests import (
     plan_validation_samples,
 )
 from supertuner.sinks.training_events import HeldOutLoss, train_held_out_event
-from supertuner.memory.out_of_memory import explain_out_of_memory, release_unused_memory
 from supertuner.train.run.training_run import SAMPLES_DIR, TrainingRun
 from supertuner.train.validation import held_out_loss as held_out
 from supertuner.train.validation.sample_images import (
@@ -42,13 +42,16 @@ from supertuner.train.validation.sample_images import (
 )
 
 ON_REQUEST_DIR = "asked"
-"""Below `samples`, what somebody asked for while the run went on: no part of its result."""
+"""Below `samples`: validations requested while the run trains, which are not part of its result."""
 
 
 def validate(run: TrainingRun, *, on_request: bool = False) -> Path:
-    """Measure the held-out loss, make samples; the folder of the samples. Where each process has the whole model, the
-    first does it, and the others wait at their next window; else all compute, and the first writes."""
-    folder = run.folder / SAMPLES_DIR / ON_REQUEST_DIR if on_request else run.folder / SAMPLES_DIR
+    """Measure the held-out loss and make samples; returns the folder of the samples.
+
+    If each rank holds the whole model, rank 0 does it and the others wait at their next window. If the weights are
+    sharded, all ranks compute and rank 0 writes.
+    """
+    folder = run.context.run_dir / SAMPLES_DIR / ON_REQUEST_DIR if on_request else run.context.run_dir / SAMPLES_DIR
     if run.process_group.rank != 0 and not run.process_group.forward_is_collective:
         return folder / samples_folder_name(run.step)
     explain_oom = partial(
@@ -76,29 +79,32 @@ def validate(run: TrainingRun, *, on_request: bool = False) -> Path:
 
 @contextmanager
 def _failure_ends_run(run: TrainingRun) -> Iterator[None]:
-    """A validation may fail and the run go on, but not where other processes are in the middle of the same pass. (What
-    the model itself refuses, it refuses in all of them, before the first.)"""
+    """Turn an error into CollectiveError, which ends the run.
+
+    Otherwise a failed validation does not end the run; but here other ranks are in the middle of the same pass. (An
+    input that the model refuses is refused on all ranks, before the first pass: that error stays.)
+    """
     try:
         yield
     except (ModelError, PeerError):
         raise
     except SuperTunerError as error:
         raise CollectiveError(
-            f"validation of step {run.step}: {error}. All processes make it together, so none can leave it out"
+            f"validation of step {run.step}: {error}. All ranks compute it together, so one rank cannot skip it"
         ) from error
 
 
 def _build_sampler_on_all_ranks(
     run: TrainingRun, explain_oom: Callable[[], AbstractContextManager[None]]
 ) -> ModelSampler:
-    """Who makes the samples; TrainError in all processes if one of them has nobody."""
+    """Build the sampler; TrainError on all ranks if it fails on one of them."""
     sampler, problem = None, ""
     try:
         with explain_oom():
             sampler = _build_sampler(run)
     except (TrainError, ModelError) as error:
         problem = str(error)
-    if problems := [said.decode() for said in run.process_group.all_gather(problem.encode()) if said]:
+    if problems := [text.decode() for text in run.process_group.all_gather(problem.encode()) if text]:
         raise TrainError(problems[0])
     assert sampler is not None
     return sampler
@@ -113,17 +119,17 @@ def _build_sampler(run: TrainingRun) -> ModelSampler:
 def _precompute_samples(run: TrainingRun, sampler: ModelSampler, weights: EvaluationWeights) -> ModelSampler:
     modules = _expert_modules(run).values()
     return precompute_samples(
-        run.sample_plan, sampler, step=run.step, modules=modules, progress=run.progress, weights=weights
+        run.sample_plan, sampler, step=run.step, modules=modules, progress=run.context.progress, weights=weights
     )
 
 
 def _expert_modules(run: TrainingRun) -> dict[str, nn.Module]:
-    return {trainee.expert.component: trainee.module for trainee in run.expert_states}
+    return {state.expert.component: state.module for state in run.expert_states}
 
 
 def _report_held_out(run: TrainingRun, rows: list[HeldOutLoss], on_request: bool) -> None:
     if rows:
-        run.sink.emit(train_held_out_event(run.step, rows))
+        run.context.sink.emit(train_held_out_event(run.step, rows))
         if not on_request:
             for row in rows:
                 run.validation_log.append_line(held_out.encode_row(run.step, row))
@@ -133,19 +139,20 @@ def _write_samples(run: TrainingRun, sampler: ModelSampler, weights: EvaluationW
     measured = make_samples(
         run.sample_plan,
         sampler,
-        run=run.name,
+        run.context,
         step=run.step,
         modules=_expert_modules(run).values(),
         folder=folder,
-        progress=run.progress,
         weights=weights,
     )
-    run.sink.emit(measured)
+    run.context.sink.emit(measured)
 
 
 def _load_untrained_experts(run: TrainingRun) -> dict[str, nn.Module]:
-    """Experts that are not trained: in 8 bits or shared out if the trained ones are, as there may be no room for more.
-    Otherwise the sampler loads them itself."""
+    """Load the experts that are not trained in the form of the trained ones, 8-bit or sharded: whole ones may not fit.
+
+    Without quantization and sharding the sampler loads them itself.
+    """
     kind, sharder = run.config.model.base_weights, run.process_group.sharder
     modules: dict[str, nn.Module] = {}
     for expert in run.model.experts:
@@ -169,10 +176,10 @@ def plan_validation(
     held_out_corpus: Corpus | None,
     sink: Sink,
 ) -> ValidationSamplePlan:
-    """What is sampled at every validation of the run; `other` is held-out data.
+    """The samples of every validation of the run.
 
-    A size that the model cannot make is refused now, not at the first validation. One that nobody set is a bucket's,
-    and buckets are judged as such.
+    TrainError for a configured size that the model cannot produce: now, not at the first validation. A size that is not
+    configured is that of a bucket, and buckets are checked elsewhere.
     """
     planned = plan_validation_samples(
         config.validation,
@@ -187,16 +194,16 @@ def plan_validation(
     frames = () if size.frames == 1 else (size.frames,)
     if reason := family.unsupported_reason(model, (3, *frames, size.height, size.width)):
         raise TrainError(
-            f"validation.width, height and frames are {size.width}, {size.height} and {size.frames}, of which the "
-            f"model can make no sample: {reason}; change them"
+            f"validation.width, height and frames are {size.width}, {size.height} and {size.frames}, which the model "
+            f"cannot produce: {reason}; change them"
         )
     return planned
 
 
 def _captioned_samples(corpus: Corpus, model: ModelDescription) -> Iterator[CaptionedSample]:
-    """The first samples in the order of training, with their captions, and what they start from if that is needed.
+    """The first samples in the order of training, with captions, and with a start image if the model needs one.
 
-    A caption comes once: to decode hundreds of clips because all of them are called the same would take minutes.
+    Each caption comes once: decoding hundreds of clips with equal captions would take minutes.
     """
     order, seen_captions = corpus.order, set[str]()
     for micro_batch in micro_batches(order, range(min(MAX_SAMPLES_SEARCHED, order.epoch_length(0))), 1):
@@ -211,7 +218,7 @@ def _captioned_samples(corpus: Corpus, model: ModelDescription) -> Iterator[Capt
 
 
 def _start_image(corpus: Corpus, micro_batch: MicroBatch, model: ModelDescription) -> NDArray[np.uint8] | None:
-    """What a sample starts from: the first frame, or the picture that is changed."""
+    """The image that a sample starts from: its first frame, or the reference image that the model edits."""
     part = corpus.datasets[corpus.order.groups[int(micro_batch.draws.group[0])].dataset_index]
     if model.edits_images and part.references is not None:
         original_CHW = part.references.load_image(int(micro_batch.draws.sample[0]))
@@ -230,23 +237,23 @@ def _measure_held_out(run: TrainingRun, weights: EvaluationWeights) -> list[Held
     collator, settings = run.held_out_collator, run.config.validation
     if collator is None:
         return []
-    sigmas_by_expert = held_out.plan_sigmas(run.experts, settings.held_out_levels, run.sink)
+    sigmas_by_expert = held_out.plan_sigmas(run.experts, settings.held_out_levels, run.context.sink)
     modules = [expert_state.module for expert_state in run.expert_states]
     title = f"held-out loss of step {run.step}"
     rows: list[HeldOutLoss] = []
     with (
         preserve_training_state(modules),
         weights.applied(),
-        run.progress.phase(title, items=len(modules), noun="experts") as phase,
+        run.context.progress.phase(title, items=len(modules), noun="experts") as phase,
     ):
-        for trainee in run.expert_states:
+        for expert_state in run.expert_states:
             batch_size = run.config.train.batch_size
             batches = held_out.held_out_batches(
-                collator, trainee.expert, samples=settings.held_out_samples, batch_size=batch_size
+                collator, expert_state.expert, samples=settings.held_out_samples, batch_size=batch_size
             )
-            expert_sigmas = sigmas_by_expert[trainee.expert.name]
+            expert_sigmas = sigmas_by_expert[expert_state.expert.name]
             rows += held_out.measure_held_out(
-                trainee, batches, expert_sigmas, seed=run.config.run.seed, step_options=run.step_options
+                expert_state, batches, expert_sigmas, seed=run.config.run.seed, step_options=run.step_options
             )
             phase.advance(1)
     return held_out.append_means(rows)

@@ -71,7 +71,7 @@ def test_the_shipped_configuration_shards_and_computes_in_bf16(load_text):
 )
 def test_what_it_says_becomes_a_setting(load_text, variable, value, setting, expected):
     loaded = load_text({}, environ={**SHIPPED, variable: value})
-    found = {path: (value, origin) for path, value, origin in loaded.leaves()}
+    found = {path: (value, origin) for path, value, origin in loaded.iter_settings()}
     assert found[setting] == (expected, f"environment: {variable}")
 
 

@@ -161,6 +161,6 @@ def test_a_memory_limit_above_the_machine_is_lowered_with_a_warning(load_text, t
 def test_the_resolved_configuration_is_json_with_origins_and_notes(load_text):
     import json
 
-    saved = json.loads(json.dumps(load_text({"train_batch_size": 4}).resolved()))
+    saved = json.loads(json.dumps(load_text({"train_batch_size": 4}).to_dict()))
     assert saved["config"]["train"]["batch_size"] == 4
     assert saved["origins"]["train.batch_size"] == "run.json: train_batch_size (SimpleTuner)"

@@ -1,9 +1,10 @@
-"""The software superchip keeps the laws of a driver, on every profile."""
+"""The software superchip fulfils the driver contract in every profile."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 
@@ -11,7 +12,8 @@ from supertuner.memory.driver import AddressRange, MemoryLocation
 from supertuner.memory.emulator.configuration import EmulatedMachine, InjectedFault
 from supertuner.memory.emulator.superchip import EmulatedSuperchip
 from supertuner.memory.machines import MACHINES
-from tests.memory.contract import DriverLaws
+from tests.memory.bench import bench_abilities, needed_abilities
+from tests.memory.contract import DriverContract
 
 HBM = 64 << 20
 CARD = replace(EmulatedMachine.from_spec(MACHINES["h100-80-pcie"]), gpu_bytes=HBM)
@@ -37,11 +39,23 @@ class EmulatorBench:
         self.driver.inject_fault(InjectedFault(verb, error))
 
 
-@pytest.fixture(params=[(name, page) for name in PROFILES for page in (4096, 65536)], ids=lambda p: f"{p[0]}, {p[1]}")
+@cache
+def profile_abilities(profile: str) -> frozenset[str]:
+    return frozenset(bench_abilities(EmulatorBench(EmulatedSuperchip(PROFILES[profile]))))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each contract test on every profile that has the abilities it needs."""
+    profiles = [name for name in PROFILES if needed_abilities(metafunc.function) <= profile_abilities(name)]
+    cases = [(name, page) for name in profiles for page in (4096, 65536)]
+    metafunc.parametrize("bench", cases, indirect=True, ids=lambda case: f"{case[0]}, {case[1]}")
+
+
+@pytest.fixture
 def bench(request: pytest.FixtureRequest) -> EmulatorBench:
     name, page_bytes = request.param
     return EmulatorBench(EmulatedSuperchip(PROFILES[name], page_bytes=page_bytes))
 
 
-class TestTheModelKeepsTheLaws(DriverLaws):
+class TestTheEmulatorFulfilsTheContract(DriverContract):
     pass

@@ -49,8 +49,8 @@ def test_device_memory_stays_and_the_hint_says_so(hint: str, status: str, reason
     tensor = DriverMemory(driver, MemoryKind.DEVICE).tensor()
     outcome = getattr(ResidencyHints(driver), hint)(tensor)
     assert said(outcome) == (status, reason)
-    assert outcome.asked == AddressRange(tensor.data_ptr(), tensor.nbytes)
-    assert outcome.touched == ()
+    assert outcome.requested == AddressRange(tensor.data_ptr(), tensor.nbytes)
+    assert outcome.applied_to == ()
 
 
 def test_device_memory_does_not_go_to_another_gpu() -> None:
@@ -64,9 +64,9 @@ def test_device_memory_does_not_go_to_another_gpu() -> None:
 @pytest.mark.parametrize(
     ("hint", "told"),
     [
-        ("prefer_cpu", lambda driver, span: driver.preferred(span) == HOST),
-        ("prefer_gpu", lambda driver, span: driver.preferred(span) == GPU),
-        ("prefetch", lambda driver, span: driver.last_prefetch(span) == GPU and driver.resident(span) == {GPU: 16}),
+        ("prefer_cpu", lambda driver, span: driver.preferred_location(span) == HOST),
+        ("prefer_gpu", lambda driver, span: driver.preferred_location(span) == GPU),
+        ("prefetch", lambda driver, span: driver.last_prefetch_location(span) == GPU and driver.resident_pages(span) == {GPU: 16}),
         ("accessed_by", lambda driver, span: driver.accessed_by(span) == (GPU,)),
         ("read_mostly", lambda driver, span: driver.read_mostly(span)),
     ],
@@ -78,7 +78,7 @@ def test_managed_memory_takes_hints_and_they_are_read_back(
     memory = DriverMemory(driver, MemoryKind.MANAGED)
     outcome = getattr(ResidencyHints(driver), hint)(memory.tensor())
     assert said(outcome) == ("applied", "read back as asked")
-    assert outcome.touched == (memory.span,)
+    assert outcome.applied_to == (memory.span,)
     assert told(driver, memory.span)
 
 

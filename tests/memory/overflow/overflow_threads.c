@@ -1,9 +1,11 @@
-/* Eight threads on the overflow allocator at once: a program for a sanitizer, built together with the allocator itself.
+/* Eight threads use the overflow allocator concurrently: a program for a sanitizer, compiled together with the
+ * allocator.
  *
- * usage: overflow_threads OPERATIONS      with a fake libcuda.so.1 in LD_LIBRARY_PATH
- * Each thread takes and gives back segments of all patterns, marks what it got, and hands some to its neighbour to free,
- * as torch's threads do; another reads statistics all the while. At the end nothing may be left, and every count must agree.
- * Exit code 0, or 1 with what is wrong. */
+ * usage: overflow_threads OPERATIONS, with a fake libcuda.so.1 in LD_LIBRARY_PATH
+ *
+ * Each thread allocates and frees segments of all patterns, marks its memory, and passes some segments to its
+ * neighbour, which frees them, as torch's threads do; another thread reads statistics meanwhile. At the end nothing
+ * may be left and all counts must agree. Exit code 0, or 1 with a message. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -18,9 +20,9 @@ enum { THREADS = 8, HELD = 24, MOST_PAGES = 48 };
 typedef void *(*allocation)(ssize_t, int, void *);
 static const allocation allocations[] = {supertuner_alloc_gpu_first, supertuner_alloc_balanced, supertuner_alloc_cpu_first};
 static long operations;
-static atomic_long given, refused, freed, wrong;
+static atomic_long allocated, refused, freed, wrong;
 static atomic_int running = THREADS;
-static void *_Atomic handed[THREADS]; /* segments on their way to another thread */
+static void *_Atomic passed_on[THREADS]; /* segments that another thread will free */
 
 static uint32_t next(uint32_t *seed)
 {
@@ -29,12 +31,12 @@ static uint32_t next(uint32_t *seed)
     return *seed ^= *seed << 5;
 }
 
-static void give_back(void *address)
+static void release_segment(void *address)
 {
     if (!address)
         return;
     if (*(uint64_t *)address != (uint64_t)address)
-        wrong++; /* two threads were given the same memory */
+        wrong++; /* two threads received the same memory */
     *(uint64_t *)address = 0;
     supertuner_free(address, 0, 0, NULL);
     freed++;
@@ -48,24 +50,24 @@ static void *work(void *number)
     for (long done = 0; done < operations; done++) {
         int at = (int)(next(&seed) % HELD);
         if (held[at] && next(&seed) % 4 == 0) {
-            give_back(atomic_exchange(&handed[(self + 1) % THREADS], held[at]));
+            release_segment(atomic_exchange(&passed_on[(self + 1) % THREADS], held[at]));
             held[at] = NULL;
         } else if (held[at]) {
-            give_back(held[at]);
+            release_segment(held[at]);
             held[at] = NULL;
         } else {
             held[at] = allocations[next(&seed) % 3]((ssize_t)(1 + next(&seed) % MOST_PAGES) * 65536, 0, NULL);
             if (held[at]) {
                 *(uint64_t *)held[at] = (uint64_t)held[at];
-                given++;
+                allocated++;
             } else {
                 refused++;
             }
         }
-        give_back(atomic_exchange(&handed[self], NULL));
+        release_segment(atomic_exchange(&passed_on[self], NULL));
     }
     for (int i = 0; i < HELD; i++)
-        give_back(held[i]);
+        release_segment(held[i]);
     running--;
     return NULL;
 }
@@ -76,7 +78,7 @@ static void *watch(void *unused)
     while (running) {
         supertuner_overflow_statistics(0, &now, sizeof now);
         if (now.bytes[DEVICE] + now.bytes[MANAGED] > now.limit_bytes)
-            wrong++; /* the limit holds at every moment */
+            wrong++; /* the limit must hold at every moment */
         supertuner_overflow_kind(&now);
         supertuner_overflow_host(0, 1 << 20, UINT64_MAX, "/proc/meminfo");
     }
@@ -94,17 +96,17 @@ int main(int count, char **arguments)
     for (int i = 0; i <= THREADS; i++)
         pthread_join(threads[i], NULL);
     for (int i = 0; i < THREADS; i++)
-        give_back(handed[i]);
+        release_segment(passed_on[i]);
     struct statistics end;
     supertuner_overflow_statistics(0, &end, sizeof end);
     long live = 0;
     for (int i = 0; i < 1 << BUCKET_BITS; i++)
         live += buckets[i] != NULL;
-    long said_given = (long)(end.allocations[DEVICE] + end.allocations[MANAGED]);
+    long counted_allocations = (long)(end.allocations[DEVICE] + end.allocations[MANAGED]);
     int good = !wrong && !end.bytes[DEVICE] && !end.bytes[MANAGED] && !end.segments[DEVICE] && !end.segments[MANAGED] &&
-               !live && !host.managed && said_given == given && (long)end.frees == freed && given == freed &&
+               !live && !host.managed && counted_allocations == allocated && (long)end.frees == freed && allocated == freed &&
                !end.foreign_frees && !end.refused_driver && (long)end.refused_ratio == refused;
-    printf("given %ld (%lu managed), refused %ld, in and out of stage 2: %lu and %lu, wrong %ld: %s\n", (long)given,
+    printf("allocated %ld (%lu managed), refused %ld, in and out of stage 2: %lu and %lu, wrong %ld: %s\n", (long)allocated,
            (unsigned long)end.allocations[MANAGED], (long)refused, (unsigned long)end.entered, (unsigned long)end.left,
            (long)wrong, good ? "good" : "BAD");
     return !good;

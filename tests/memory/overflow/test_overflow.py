@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from supertuner.memory.driver import HOST, AddressRange, GpuLocation, MemoryKind
 from supertuner.memory.overflow.plugin import OverflowLimits
-from tests.fakes.building import MIB, environment, run_python
+from tests.fakes.fake_libraries import MIB, environment, run_python
 from tests.memory.on_fake import FakeBench, on_fake
 from tests.memory.plugin import PluginCopy
 
@@ -309,8 +309,8 @@ def test_each_access_pattern_reaches_the_driver_as_advice(bench: FakeBench) -> N
 def test_a_driver_before_cuda_12_2_gets_advice_in_its_older_form(tmp_path) -> None:
     code = """
 from supertuner.memory.overflow.plugin import OverflowLimits
-from tests.memory.plugin import Plugin
-plugin = Plugin(OverflowLimits(gpu_reserve_bytes=64 << 20))
+from tests.memory.plugin import PluginCopy
+plugin = PluginCopy(OverflowLimits(gpu_reserve_bytes=64 << 20))
 assert plugin.alloc(2 << 20, "cpu_first") and plugin.alloc(2 << 20, "balanced")
 assert plugin.stats().advice_failures == 0, plugin.stats()
 """

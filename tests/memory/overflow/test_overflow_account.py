@@ -6,7 +6,7 @@ import ctypes
 
 from supertuner.memory.driver import MemoryKind
 from supertuner.memory.overflow.plugin import OverflowLimits
-from tests.fakes.building import MIB
+from tests.fakes.fake_libraries import MIB
 from tests.memory.on_fake import FakeBench, on_fake
 from tests.memory.plugin import PluginCopy
 

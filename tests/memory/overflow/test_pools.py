@@ -101,7 +101,7 @@ def test_without_a_gpu_opening_pools_is_an_error_with_the_reason_and_nothing_els
 
 def test_a_plugin_that_was_not_built_is_an_error_that_says_how_to_build_it(gh200, monkeypatch, tmp_path):
     monkeypatch.setattr(overflow, "__file__", str(tmp_path / "overflow.py"))
-    monkeypatch.setattr(pools, "torch_facts", lambda device: STOCK)
+    monkeypatch.setattr(pools, "torch_allocator_facts", lambda device: STOCK)
     with pytest.raises(MemoryEngineError, match=r"was not built: install a C compiler \(gcc\)"):
         pools.open_overflow_pools(ON, facts_of(gh200, GH200), gh200, NullSink(), driver=NotAvailable("none"))
 

@@ -11,7 +11,7 @@ import pytest
 
 from supertuner.memory.driver import NotAvailable
 from supertuner.memory.telemetry.cupti import BUFFER_BYTES, CuptiCounters, open_cupti, record_bytes
-from tests.fakes.building import fake_cupti
+from tests.fakes.fake_libraries import fake_cupti
 
 TO_DEVICE, TO_HOST, CPU_FAULT, GPU_FAULT, THRASHING = 1, 2, 3, 4, 5
 NOTHING = {"to_device_bytes": 0, "to_host_bytes": 0, "cpu_faults": 0, "gpu_fault_groups": 0}
@@ -104,4 +104,4 @@ def test_an_unknown_version_is_not_guessed_at(library: ctypes.CDLL, monkeypatch:
 
 def test_no_library_is_missing_with_its_name(tmp_path: Path) -> None:
     name = str(tmp_path / "libcupti.so.13")
-    assert open_cupti(0, [name]) == NotAvailable(f"no CUPTI ({name}) here")
+    assert open_cupti(0, [name]) == NotAvailable(f"no CUPTI ({name}) on this machine")

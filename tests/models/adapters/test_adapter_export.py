@@ -21,7 +21,8 @@ from supertuner.models.adapters.attach import (
     temporary_weights,
     trainable_state,
 )
-from supertuner.models.families.wan22.tiny import TinyWan, build_pipeline
+from supertuner.models.families.tiny_pipelines import build_pipeline
+from supertuner.models.families.wan22.tiny import TinyWan
 from supertuner.models.family_registry import load_family
 from supertuner.models.spec import Expert
 from tests.models.adapters.modules import flux, flux_output, random_tensor, wan, wan_output

@@ -1,4 +1,4 @@
-"""Tiny pipelines on disk, each written once per session. A conftest of another room imports the fixtures it wants."""
+"""Tiny pipelines on disk, each written once per session. A conftest of another package imports the fixtures it uses."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from supertuner.models.families.flux import tiny as flux_tiny
 from supertuner.models.families.flux.tiny import TinyFlux
-from supertuner.models.families.qwen_image import tiny as qwen_image_tiny
 from supertuner.models.families.qwen_image.tiny import TinyQwen
-from supertuner.models.families.qwen_image_edit import tiny as qwen_image_edit_tiny
-from supertuner.models.families.sd35 import tiny as sd35_tiny
+from supertuner.models.families.qwen_image_edit import family as qwen_image_edit
 from supertuner.models.families.sd35.tiny import TinySd35
-from supertuner.models.families.sdxl import tiny as sdxl_tiny
 from supertuner.models.families.sdxl.tiny import TinySdxl
-from supertuner.models.families.wan22 import tiny as wan22_tiny
+from supertuner.models.families.tiny_pipelines import build_pipeline
 from supertuner.models.families.wan22.tiny import TinyWan
 from supertuner.models.family_registry import load_family
 from supertuner.models.spec import Family, ImageTextEncoder, ModelDescription, ModelSource, Tensors, TextEncoder
@@ -52,7 +48,11 @@ LAST_BLOCK_TEXT_LAYERS = tuple(
 TEXT_QUERIES = ("transformer_blocks.1.attn.add_q_proj",)
 """The last block has no use for its text, and still projects its queries."""
 
-UNET_OPTIONS: dict[str, Any] = {"last": "conv_out", "seen": "down_blocks.1.attentions.0.proj_out", "off": 4}
+UNET_OPTIONS: dict[str, Any] = {
+    "last_layer": "conv_out",
+    "token_layer": "down_blocks.1.attentions.0.proj_out",
+    "forbidden_offset": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -87,48 +87,42 @@ class SingleImageTextEncoder:
 
 
 CASES = (
-    FamilyCase("wan-t2v", "wan2.2", lambda seed: wan22_tiny.build_pipeline(TinyWan(), seed), (3, 5, 32, 48)),
-    FamilyCase(
-        "wan-one-expert", "wan2.2", lambda seed: wan22_tiny.build_pipeline(TinyWan(experts=1), seed), (3, 1, 32, 48)
-    ),
-    FamilyCase("wan-i2v", "wan2.2", lambda seed: wan22_tiny.build_pipeline(TinyWan(kind="i2v"), seed), (3, 5, 32, 48)),
-    FamilyCase("wan-5b", "wan2.2", lambda seed: wan22_tiny.build_pipeline(TinyWan(kind="ti2v"), seed), (3, 5, 32, 64)),
-    FamilyCase("flux-dev", "flux", lambda seed: flux_tiny.build_pipeline(TinyFlux(), seed), (3, 32, 48)),
-    FamilyCase(
-        "flux-schnell", "flux", lambda seed: flux_tiny.build_pipeline(TinyFlux(guidance=False), seed), (3, 32, 48)
-    ),
+    FamilyCase("wan-t2v", "wan2.2", lambda seed: build_pipeline(TinyWan(), seed), (3, 5, 32, 48)),
+    FamilyCase("wan-one-expert", "wan2.2", lambda seed: build_pipeline(TinyWan(experts=1), seed), (3, 1, 32, 48)),
+    FamilyCase("wan-i2v", "wan2.2", lambda seed: build_pipeline(TinyWan(kind="i2v"), seed), (3, 5, 32, 48)),
+    FamilyCase("wan-5b", "wan2.2", lambda seed: build_pipeline(TinyWan(kind="ti2v"), seed), (3, 5, 32, 64)),
+    FamilyCase("flux-dev", "flux", lambda seed: build_pipeline(TinyFlux(), seed), (3, 32, 48)),
+    FamilyCase("flux-schnell", "flux", lambda seed: build_pipeline(TinyFlux(guidance=False), seed), (3, 32, 48)),
     FamilyCase(
         "qwen-image",
         "qwen-image",
-        lambda seed: qwen_image_tiny.build_pipeline(TinyQwen(), seed),
+        lambda seed: build_pipeline(TinyQwen(), seed),
         (3, 32, 48),
         without_gradient=LAST_BLOCK_TEXT_LAYERS,
     ),
     FamilyCase(
         "sd3.5",
         "sd3.5",
-        lambda seed: sd35_tiny.build_pipeline(TinySd35(), seed),
+        lambda seed: build_pipeline(TinySd35(), seed),
         (3, 32, 48),
         without_gradient=TEXT_QUERIES,
     ),
     FamilyCase(
         "sd3",
         "sd3.5",
-        lambda seed: sd35_tiny.build_pipeline(TinySd35("3"), seed),
+        lambda seed: build_pipeline(TinySd35("3"), seed),
         (3, 32, 48),
         without_gradient=TEXT_QUERIES,
     ),
-    FamilyCase("sdxl", "sdxl", lambda seed: sdxl_tiny.build_pipeline(TinySdxl(), seed), (3, 32, 48), **UNET_OPTIONS),
-    FamilyCase(
-        "sdxl-v", "sdxl", lambda seed: sdxl_tiny.build_pipeline(TinySdxl("v"), seed), (3, 40, 48), **UNET_OPTIONS
-    ),
+    FamilyCase("sdxl", "sdxl", lambda seed: build_pipeline(TinySdxl(), seed), (3, 32, 48), **UNET_OPTIONS),
+    FamilyCase("sdxl-v", "sdxl", lambda seed: build_pipeline(TinySdxl("v"), seed), (3, 40, 48), **UNET_OPTIONS),
 )
 
 EDIT_CASE = FamilyCase(
     "qwen-image-edit",
     "qwen-image-edit",
     lambda seed: SimpleNamespace(
-        save_pretrained=lambda folder: qwen_image_edit_tiny.write_pipeline(folder, TinyQwen(), seed)
+        save_pretrained=lambda folder: qwen_image_edit.write_pipeline(TinyQwen(), folder, seed)
     ),
     (3, 32, 48),
     without_gradient=LAST_BLOCK_TEXT_LAYERS,

@@ -219,8 +219,8 @@ def test_shapes_that_cannot_be_trained_get_a_reason(written: WrittenPipeline) ->
     for wrong in ((*lead, height + off, width), (*lead, height, width - off)):
         reason = written.family.unsupported_reason(written.model, wrong)
         assert reason is not None and f"{wrong[-1]}×{wrong[-2]}" in reason and "multiples of" in reason
-    assert "colours" in str(written.family.unsupported_reason(written.model, (1, *written.case.shape[1:])))
-    assert "colours" in str(written.family.unsupported_reason(written.model, (2, 48_000)))
+    assert "RGB" in str(written.family.unsupported_reason(written.model, (1, *written.case.shape[1:])))
+    assert "RGB" in str(written.family.unsupported_reason(written.model, (2, 48_000)))
 
 
 def test_a_sample_of_an_impossible_size_is_refused_with_the_reason(written: WrittenPipeline) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from supertuner.core.errors import ModelError
-from supertuner.models.families.qwen_image_edit.tiny import write_tiny_pipeline
+from supertuner.models.families.qwen_image_edit.family import FAMILY
 from supertuner.models.family_registry import load_family
 from supertuner.models.spec import ModelSource
 from tests.models.hub_server import FakeHub, serve_hub
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    write_tiny_pipeline(tmp_path / "pipeline", 0)
+    FAMILY.write_tiny_pipeline(tmp_path / "pipeline", 0)
     with serve_hub(tmp_path / "pipeline") as hub:
         files = "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
@@ -35,7 +35,7 @@ def test_the_text_encoder_comes_with_its_tokenizer_and_how_pictures_are_prepared
     assert not [asked for asked in hub.requests if asked.endswith(".safetensors")], "configs alone tell what it is"
     encoder = edit.build_text_encoder(model, CPU, torch.float32)
     picture = torch.zeros(3, 32, 32, dtype=torch.uint8)
-    assert encoder.encode_of(["a"], [picture])[0]["embeds"].shape[1] == 16  # type: ignore[attr-defined]
+    assert encoder.encode_with_images(["a"], [picture])[0]["embeds"].shape[1] == 16  # type: ignore[attr-defined]
     fetched = {asked.split("/")[-2] for asked in hub.requests if asked.endswith(".safetensors")}
     assert fetched == {"text_encoder"}
     names = {file.parent.name for file in edit.text_files(model)}

@@ -13,9 +13,10 @@ import torch
 from diffusers import QwenImagePipeline
 
 from supertuner.core.errors import ModelError
+from supertuner.models.families.qwen_image.encoders import TEXT_TO_IMAGE
 from supertuner.models.families.qwen_image.family import FAMILY, scheduler_shift
-from supertuner.models.families.qwen_image.prompts import TEXT_TO_IMAGE
-from supertuner.models.families.qwen_image.tiny import TinyQwen, build_pipeline
+from supertuner.models.families.qwen_image.tiny import TinyQwen
+from supertuner.models.families.tiny_pipelines import build_pipeline
 from supertuner.models.spec import ModelSource, SampleRequest
 
 CPU = torch.device("cpu")
@@ -111,5 +112,5 @@ def test_one_step_of_sampling_is_refused_where_the_scheduler_would_give_no_numbe
 
 def test_a_sample_of_several_frames_is_refused(folder: Path) -> None:
     sampler = FAMILY.build_sampler(FAMILY.read_model(ModelSource(str(folder))), {}, CPU, torch.float32)
-    with pytest.raises(ModelError, match="makes pictures"):
+    with pytest.raises(ModelError, match="generates single images"):
         sampler.sample(SampleRequest("a", "", 1, 48, 32, 5, inference_steps=2, guidance_scale=1.0))

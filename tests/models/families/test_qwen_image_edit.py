@@ -18,12 +18,10 @@ from transformers import Qwen2VLProcessor
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.core.errors import ModelError
 from supertuner.models.adapters.attach import attach, export_tensors, resolve_targets
-from supertuner.models.families import sampling_common as sampling
-from supertuner.models.families.qwen_image.prompts import IMAGE_EDIT
-from supertuner.models.families.qwen_image.sampler import COMPONENTS
+from supertuner.models.families.qwen_image.encoders import IMAGE_EDIT
 from supertuner.models.families.qwen_image_edit.encoders import load_processor
 from supertuner.models.families.qwen_image_edit.family import FAMILY
-from supertuner.models.families.qwen_image_edit.tiny import write_tiny_pipeline
+from supertuner.models.families.sampling_common import pipeline_components
 from supertuner.models.spec import ImageTextEncoder, ModelDescription, ModelSource, SampleRequest, Tensors
 from tests.models.families.test_exported_samples import DecodedOutputs, learnt
 from tests.models.families.test_family_contract import media
@@ -38,7 +36,7 @@ SOURCE = media((3, 64, 32), 1, seed=4)[0]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelDescription:
     folder = tmp_path_factory.mktemp("edit") / "pipeline"
-    write_tiny_pipeline(folder, 0)
+    FAMILY.write_tiny_pipeline(folder, 0)
     return FAMILY.read_model(ModelSource(str(folder)))
 
 
@@ -46,9 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelDescription:
 def pipeline(model: ModelDescription, monkeypatch: pytest.MonkeyPatch) -> QwenImageEditPipeline:
     """The pipeline of diffusers around parts that are loaded as ours are: its own loader wants torchvision for the
     processor. The size that it gives every picture is the one that ours has."""
-    made = QwenImageEditPipeline(
-        **sampling.pipeline_components(model, {}, COMPONENTS, CPU, torch.float32), processor=load_processor(model)
-    )
+    made = QwenImageEditPipeline(**pipeline_components(model, {}, CPU, torch.float32), processor=load_processor(model))
     made.set_progress_bar_config(disable=True)
     own_size = (SOURCE.shape[2], SOURCE.shape[1], None)
     monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda _area, _ratio: own_size)
@@ -194,16 +190,16 @@ def test_the_text_depends_on_the_picture_and_the_prediction_on_both(model: Model
 
 
 def test_captions_are_not_encoded_without_a_picture(model: ModelDescription) -> None:
-    with pytest.raises(ModelError, match="not encoded without one"):
+    with pytest.raises(ModelError, match="encode_with_images"):
         FAMILY.build_text_encoder(model, CPU, torch.float32).encode(["a"])
 
 
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"image": None}, "has no picture"),
-        ({"frames": 5}, "makes pictures"),
-        ({"image": np.zeros((40, 32, 3), np.uint8)}, "of the picture to change: it is 32×40"),
+        ({"image": None}, "has no reference image"),
+        ({"frames": 5}, "generates single images"),
+        ({"image": np.zeros((40, 32, 3), np.uint8)}, "its reference image: it is 32×40"),
         ({"width": 40}, "multiples of 16"),
         ({"inference_steps": 1}, "needs at least 2"),
     ],

@@ -11,7 +11,8 @@ import torch
 
 from supertuner.core.errors import ModelError
 from supertuner.models.attention import require_backend_support
-from supertuner.models.families.sd35.tiny import TinySd35, write_pipeline
+from supertuner.models.families.sd35.tiny import TinySd35
+from supertuner.models.families.tiny_pipelines import write_pipeline
 from supertuner.models.family_registry import load_family
 from supertuner.models.spec import ModelDescription, ModelSource
 from tests.models.families.test_family_contract import CPU
@@ -21,7 +22,7 @@ SD35 = load_family("sd3.5")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_pipeline(tmp_path / "sd35", TinySd35(), 0)
+    write_pipeline(TinySd35(), tmp_path / "sd35", 0)
     return tmp_path / "sd35"
 
 
@@ -42,12 +43,12 @@ def test_a_picture_beyond_the_positions_that_the_model_knows_gets_a_reason(model
     assert SD35.unsupported_reason(model, (3, 256, 256)) is None
     assert (
         SD35.unsupported_reason(model, (3, 256, 272))
-        == "it is 272×256, and this model knows positions up to 256 pixels"
+        == "it is 272×256, and this model has positions for at most 256 pixels per side"
     )
 
 
 def test_the_title_says_which_it_is(model: ModelDescription, tmp_path: Path) -> None:
-    write_pipeline(tmp_path / "sd3", TinySd35("3"), 0)
+    write_pipeline(TinySd35("3"), tmp_path / "sd3", 0)
     assert (model.title, SD35.read_model(ModelSource(str(tmp_path / "sd3"))).title) == (
         "Stable Diffusion 3.5",
         "Stable Diffusion 3",

@@ -10,16 +10,15 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, StableDiffusionXLPipeline
 
-from supertuner.config.settings.run_config import RunConfig
+from supertuner.config.settings.model import ObjectiveSettings
 from supertuner.core.errors import ModelError
-from supertuner.core.events import NullSink
 from supertuner.models.attention import require_backend_support
-from supertuner.models.families.sdxl.tiny import TinySdxl, write_pipeline
+from supertuner.models.families.sdxl.tiny import TinySdxl
+from supertuner.models.families.tiny_pipelines import write_pipeline
 from supertuner.models.family_registry import load_family
 from supertuner.models.objective.diffusion import add_noise, prediction_target
+from supertuner.models.objective.from_settings import build_objective, timestep_distribution
 from supertuner.models.spec import ModelDescription, ModelSource
-from supertuner.step.expert_setup import build_objective
-from supertuner.train.setup import timestep_distribution
 from tests.models.families.test_family_contract import CPU
 from tests.models.families.test_like_the_pipeline import CapturedCalls
 
@@ -29,13 +28,13 @@ SDXL = load_family("sdxl")
 @pytest.fixture(scope="module", params=["epsilon", "v"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelDescription:
     folder = tmp_path_factory.mktemp("sdxl") / request.param
-    write_pipeline(folder, TinySdxl(request.param), 0)
+    write_pipeline(TinySdxl(request.param), folder, 0)
     return SDXL.read_model(ModelSource(str(folder)))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_pipeline(tmp_path / "sdxl", TinySdxl(), 0)
+    write_pipeline(TinySdxl(), tmp_path / "sdxl", 0)
     return tmp_path / "sdxl"
 
 
@@ -51,7 +50,7 @@ def pipeline_of(model: ModelDescription) -> Any:
 
 def test_noise_is_added_and_asked_for_as_diffusers_trains_such_models(model: ModelDescription) -> None:
     theirs = DDPMScheduler.from_config(pipeline_of(model).scheduler.config)
-    objective = build_objective(RunConfig(), SDXL, model, NullSink())
+    objective = build_objective(ObjectiveSettings(), SDXL, model)
     clean, noise = torch.randn(2, 4, 4, 4, 6, generator=torch.Generator().manual_seed(0)).unbind()
     steps = torch.tensor([0, 1, 500, 998])
     levels = (steps + 0.5) / 1000
@@ -72,8 +71,8 @@ def test_a_model_is_told_the_row_of_the_table_that_its_noise_is_of(model: ModelD
 
 
 def test_noise_levels_are_even_unless_the_settings_say_otherwise(model: ModelDescription) -> None:
-    asked = RunConfig.model_validate({"objective": {"timesteps": "logit_normal"}})
-    assert timestep_distribution(RunConfig(), SDXL, model, (4, 8, 8)).kind == "uniform"
+    asked = ObjectiveSettings(timesteps="logit_normal")
+    assert timestep_distribution(ObjectiveSettings(), SDXL, model, (4, 8, 8)).kind == "uniform"
     assert timestep_distribution(asked, SDXL, model, (4, 8, 8)).kind == "logit_normal"
 
 
@@ -125,8 +124,8 @@ def test_what_is_cached_of_a_caption_does_not_depend_on_what_an_empty_one_is(fol
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"prediction_type": "sample"}, "prediction_type 'sample'; trained are epsilon, v_prediction"),
-        ({"beta_schedule": "exotic"}, "describes no EulerDiscreteScheduler"),
+        ({"prediction_type": "sample"}, "prediction_type 'sample'; supported are epsilon, v_prediction"),
+        ({"beta_schedule": "exotic"}, "is not one of EulerDiscreteScheduler"),
     ],
 )
 def test_a_scheduler_that_cannot_be_trained_with_is_refused(folder: Path, changed: dict[str, str], says: str) -> None:
@@ -138,7 +137,7 @@ def test_a_scheduler_that_cannot_be_trained_with_is_refused(folder: Path, change
 def test_a_scheduler_without_such_a_table_is_refused(folder: Path) -> None:
     rewritten(folder / "model_index.json", scheduler=["diffusers", "EDMEulerScheduler"])
     (folder / "scheduler" / "scheduler_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="EDMEulerScheduler: it adds noise in a way that is not trained here"):
+    with pytest.raises(ModelError, match="EDMEulerScheduler has no table of alphas_cumprod"):
         SDXL.read_model(ModelSource(str(folder)))
 
 

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supertuner.models.objective.diffusion import (
-    PredictionType,
     TrainingObjective,
     add_noise,
     noise_seed,
@@ -23,6 +22,7 @@ from supertuner.models.objective.diffusion import (
     sample_uniform,
     timestep_index,
 )
+from supertuner.models.spec import PredictionType
 
 POSITIONS = st.integers(0, 2**31)
 
@@ -94,7 +94,7 @@ def test_an_objective_without_its_schedule_is_a_programming_mistake() -> None:
 
 def test_noise_of_a_position_is_the_same_in_another_process() -> None:
     code = (
-        "from supertuner.models.objective import *; import hashlib\n"
+        "from supertuner.models.objective.diffusion import *; import hashlib\n"
         "n = sample_noise(7, 123456789, (4, 2, 8, 8)).numpy().tobytes()\n"
         "import sys; sys.stdout.write(hashlib.sha256(n).hexdigest() + ' ' + sample_uniform(7, 123456789).hex())"
     )

@@ -15,18 +15,17 @@ from hypothesis import strategies as st
 from supertuner.config.settings.model import ObjectiveSettings
 from supertuner.models.objective.diffusion import (
     LossWeighting,
-    PredictionType,
     TrainingObjective,
     add_noise,
     prediction_target,
 )
+from supertuner.models.objective.from_settings import objective_from_settings, weighting_decisions
 from supertuner.models.objective.loss_weighting import (
     loss_weight,
-    objective_from_settings,
     per_sample_loss,
     pseudo_huber,
-    weighting_decisions,
 )
+from supertuner.models.spec import PredictionType
 
 TIMESTEPS = torch.arange(0, 1000, 7)
 LEVELS = (TIMESTEPS + 0.5) / 1000

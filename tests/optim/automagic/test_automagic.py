@@ -1,4 +1,4 @@
-"""Automagic: the algorithm as it is written down, whatever batches it is computed in; and weights in bf16."""
+"""Automagic against its reference implementation, in batches, in C, with bf16 weights, and resumed."""
 
 from __future__ import annotations
 
@@ -7,105 +7,105 @@ import torch
 from torch import nn
 
 from supertuner.config.settings.optim import OptimizerSettings
-from supertuner.optim.automagic import parameter_batches as automagic_batch
+from supertuner.optim.automagic import parameter_batches
 from supertuner.optim.automagic.native import find_native_library
 from supertuner.optim.automagic.optimizer import Automagic
 from supertuner.optim.automagic.packed_rates import LearningRateLimits
 from supertuner.optim.optimizer_registry import automagic_limits
 from supertuner.optim.optimizer_state import pack_state, restore_state
-from tests.optim.automagic.plain_automagic import ReferenceAutomagic
-from tests.optim.training import build_named_optimizer, build_weights, same_bits
+from tests.optim.automagic.reference_automagic import ReferenceAutomagic
+from tests.optim.optimizer_builders import build_named_optimizer, build_weights, same_bits
 
 LIMITS = LearningRateLimits(start=1e-6, bump=1e-6, lowest=1e-7, highest=1e-3)
 FAST = LearningRateLimits(start=1e-3, bump=1e-3, lowest=1e-4, highest=5e-3)
 
 
-def gradients(parameters: dict[str, nn.Parameter], step: int) -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(step)
-    found = {name: torch.randn(p.shape, generator=made) for name, p in parameters.items() if name != "unused"}
-    found["blocks.0.lora_B.weight"][:, 3] = 0.0
-    return found
+def random_gradients(parameters: dict[str, nn.Parameter], step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    gradients = {name: torch.randn(p.shape, generator=generator) for name, p in parameters.items() if name != "unused"}
+    gradients["blocks.0.lora_B.weight"][:, 3] = 0.0
+    return gradients
 
 
-def give(parameters: dict[str, nn.Parameter], found: dict[str, torch.Tensor]) -> None:
+def set_gradients(parameters: dict[str, nn.Parameter], gradients: dict[str, torch.Tensor]) -> None:
     for name, p in parameters.items():
-        p.grad = found[name].to(p.dtype) if name in found else None
+        p.grad = gradients[name].to(p.dtype) if name in gradients else None
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("together", [False, True], ids=["one by one", "stacked"])
-def test_with_rates_in_fp32_every_step_is_that_of_the_plain_form(
-    decay: float, together: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stacked", [False, True], ids=["one by one", "stacked"])
+def test_with_fp32_rates_every_step_equals_the_reference_implementation(
+    decay: float, stacked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(automagic_batch, "CPU_ELEMENTS", 1 << 20 if together else 1)
+    monkeypatch.setattr(parameter_batches, "CPU_ELEMENTS", 1 << 20 if stacked else 1)
     parameters = {f"{copy}.{name}": p for copy in range(3) for name, p in build_weights(copy).items()}
     reference = {name: p.detach().clone().contiguous() for name, p in parameters.items()}
-    ours = Automagic(parameters, FAST, weight_decay=decay, rate_storage="fp32")
+    optimizer = Automagic(parameters, FAST, weight_decay=decay, rate_storage="fp32")
     plain = ReferenceAutomagic(FAST.bump, FAST.lowest, FAST.highest, FAST.start, decay)
     for step in range(30):
-        found = {
-            f"{copy}.{name}": one
+        gradients = {
+            f"{copy}.{name}": gradient
             for copy in range(3)
-            for name, one in gradients(build_weights(), 99 * copy + step).items()
+            for name, gradient in random_gradients(build_weights(), 99 * copy + step).items()
         }
         if step % 7 == 3:
-            del found["1.blocks.0.bias"]  # now and then one has no gradient: batches are others then
-        give(parameters, found)
+            del gradients["1.blocks.0.bias"]  # sometimes a parameter has no gradient, and the batches change
+        set_gradients(parameters, gradients)
         factor = 1.0 - step / 100
-        ours.param_groups[0]["lr"] = FAST.start * factor
+        optimizer.param_groups[0]["lr"] = FAST.start * factor
         before = {name: p.detach().clone() for name, p in parameters.items()}
         reference = {name: p.clone(memory_format=torch.contiguous_format) for name, p in before.items()}
-        ours.step()
-        plain.step(reference, found, factor)
+        optimizer.step()
+        plain.step(reference, gradients, factor)
         for name, p in parameters.items():
             assert torch.allclose(p, reference[name], atol=1e-6, rtol=0), (name, step)
 
 
-def test_packed_rates_give_the_weights_of_rates_in_fp32() -> None:
-    """Where the range is a whole number of bumps from the start on, nothing at all is lost."""
+def test_packed_rates_give_the_same_weights_as_fp32_rates() -> None:
+    """If start and limits are whole numbers of bumps apart, packing loses nothing."""
     limits = LearningRateLimits(start=2e-3, bump=1e-3, lowest=1e-3, highest=0.5)
     packed, plain = build_weights(), build_weights()
     a, b = Automagic(packed, limits), Automagic(plain, limits, rate_storage="fp32")
     for step in range(40):
-        give(packed, gradients(packed, step))
-        give(plain, gradients(plain, step))
+        set_gradients(packed, random_gradients(packed, step))
+        set_gradients(plain, random_gradients(plain, step))
         a.step()
         b.step()
     for name, p in packed.items():
         assert torch.allclose(p, plain[name], atol=1e-5, rtol=0), name
 
 
-def test_a_first_update_moves_no_rate_and_has_its_size() -> None:
+def test_the_first_update_uses_the_initial_rate_and_moves_no_rate() -> None:
     weight = nn.Parameter(torch.zeros(8, 16))
-    ours = Automagic({"w": weight}, LearningRateLimits(1e-3, 1e-4, 1e-5, 1e-2), rate_storage="fp32")
+    optimizer = Automagic({"w": weight}, LearningRateLimits(1e-3, 1e-4, 1e-5, 1e-2), rate_storage="fp32")
     weight.grad = torch.ones(8, 16)
-    ours.step()
+    optimizer.step()
     assert torch.allclose(weight, torch.full((8, 16), -1e-3))
-    ours.step()
+    optimizer.step()
     assert torch.allclose(weight, torch.full((8, 16), -1e-3 - 1.1e-3))
 
 
 def test_small_updates_of_bf16_weights_are_not_lost() -> None:
-    """A step of 1e-3 of the distance to the next bf16 is taken once in a thousand times."""
+    """An update of 1/1000 of the distance to the next bf16 number changes the weight once in 1000 steps on average."""
     weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
     rate = 1e-5
-    ours = Automagic({"w": weight}, LearningRateLimits(rate, 1e-12, rate, rate))
+    optimizer = Automagic({"w": weight}, LearningRateLimits(rate, 1e-12, rate, rate))
     for _ in range(100):
         weight.grad = torch.ones_like(weight)
-        ours.step()
+        optimizer.step()
     assert weight.dtype == torch.bfloat16
     assert float(1 - weight.detach().float().mean()) == pytest.approx(100 * rate, rel=0.1)
 
 
-def test_bf16_weights_are_rounded_by_seed_step_and_name_alone() -> None:
+def test_rounding_of_bf16_weights_depends_only_on_seed_step_and_name() -> None:
     def trained(names: list[str], seed: int = 0) -> dict[str, torch.Tensor]:
-        made = {name: nn.Parameter(torch.ones(40, 10, dtype=torch.bfloat16)) for name in names}
-        ours = Automagic(made, LearningRateLimits(1e-4, 1e-6, 1e-7, 1e-3), seed=seed)
+        parameters = {name: nn.Parameter(torch.ones(40, 10, dtype=torch.bfloat16)) for name in names}
+        optimizer = Automagic(parameters, LearningRateLimits(1e-4, 1e-6, 1e-7, 1e-3), seed=seed)
         for step in range(6):
-            for p in made.values():
+            for p in parameters.values():
                 p.grad = torch.randn(40, 10, generator=torch.Generator().manual_seed(step)).to(p.dtype)
-            ours.step()
-        return {name: p.detach() for name, p in made.items()}
+            optimizer.step()
+        return {name: p.detach() for name, p in parameters.items()}
 
     both, alone = trained(["a", "b"]), trained(["b"])
     assert same_bits({"b": both["b"]}, alone)
@@ -113,110 +113,115 @@ def test_bf16_weights_are_rounded_by_seed_step_and_name_alone() -> None:
     assert not torch.equal(trained(["b"], seed=1)["b"], alone["b"])
 
 
-def test_state_of_a_lora_takes_less_than_one_point_four_bytes_a_weight_and_its_factored_moments() -> None:
+def test_the_state_takes_at_most_1_4_bytes_per_weight_beside_the_factored_moments() -> None:
     parameters = {"a": nn.Parameter(torch.zeros(16, 512)), "b": nn.Parameter(torch.zeros(1380, 16))}
-    ours = Automagic(parameters, LIMITS)
+    optimizer = Automagic(parameters, LIMITS)
     for p in parameters.values():
         p.grad = torch.ones_like(p)
-    ours.step()
+    optimizer.step()
     for p in parameters.values():
-        kept = {key: value.numel() * value.itemsize for key, value in ours.state[p].items()}
-        moments = kept.pop("row") + kept.pop("column")
+        nbytes = {key: value.numel() * value.itemsize for key, value in optimizer.state[p].items()}
+        moments = nbytes.pop("row") + nbytes.pop("column")
         assert moments == 4 * (p.shape[0] + p.shape[1])
-        assert sum(kept.values()) <= 1.4 * p.numel()
+        assert sum(nbytes.values()) <= 1.4 * p.numel()
 
 
-def test_the_moments_of_a_kernel_are_those_of_its_matrix() -> None:
+def test_the_moments_of_a_kernel_have_one_row_per_output_channel() -> None:
     kernel = nn.Parameter(torch.zeros(8, 4, 3, 3))
-    ours = Automagic({"k": kernel}, LIMITS)
+    optimizer = Automagic({"k": kernel}, LIMITS)
     kernel.grad = torch.ones_like(kernel)
-    ours.step()
-    assert {key: value.numel() for key, value in ours.state[kernel].items() if key in ("row", "column")} == {
+    optimizer.step()
+    assert {key: value.numel() for key, value in optimizer.state[kernel].items() if key in ("row", "column")} == {
         "row": 8,
         "column": 36,
     }
 
 
-def test_a_parameter_that_joins_later_changes_nothing_for_the_others() -> None:
+def test_a_parameter_with_a_late_first_gradient_does_not_change_the_others() -> None:
     def trained(late: int) -> torch.Tensor:
-        made = {name: nn.Parameter(torch.zeros(8, 24)) for name in ("a", "b")}
-        ours = Automagic(made, FAST)
+        parameters = {name: nn.Parameter(torch.zeros(8, 24)) for name in ("a", "b")}
+        optimizer = Automagic(parameters, FAST)
         for step in range(12):
             noise = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
-            give(made, {"b": noise, **({"a": noise} if step >= late else {})})
-            ours.step()
-        return made["b"].detach()
+            set_gradients(parameters, {"b": noise, **({"a": noise} if step >= late else {})})
+            optimizer.step()
+        return parameters["b"].detach()
 
     assert torch.equal(trained(0), trained(5))
     assert torch.equal(trained(0), trained(99))
 
 
-@pytest.mark.skipif(find_native_library() is None, reason="the C part was not built")
+@pytest.mark.skipif(find_native_library() is None, reason="the C extension was not built")
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_the_c_part_stores_what_torch_would_store_and_gives_its_weights(decay: float) -> None:
+def test_the_c_extension_stores_the_same_state_as_torch_and_gives_its_weights(decay: float) -> None:
     by_c, by_torch = build_weights(), build_weights()
-    ours = Automagic(by_c, FAST, weight_decay=decay)
-    torchs = Automagic(by_torch, FAST, weight_decay=decay, native=False)
+    optimizer = Automagic(by_c, FAST, weight_decay=decay)
+    torch_optimizer = Automagic(by_torch, FAST, weight_decay=decay, native=False)
     for step in range(25):
-        give(by_c, gradients(by_c, step))
-        give(by_torch, gradients(by_torch, step))
+        set_gradients(by_c, random_gradients(by_c, step))
+        set_gradients(by_torch, random_gradients(by_torch, step))
         for name, p in by_c.items():
             by_torch[name].data.copy_(p.data)
-        ours.step()
-        torchs.step()
+        optimizer.step()
+        torch_optimizer.step()
         for name, p in by_c.items():
             assert torch.allclose(p, by_torch[name], atol=1e-6, rtol=0), (name, step)
     for name, p in by_c.items():
-        state, other = ours.state.get(p, {}), torchs.state.get(by_torch[name], {})
+        state, other = optimizer.state.get(p, {}), torch_optimizer.state.get(by_torch[name], {})
         assert state.keys() == other.keys()
         for key in state:
             assert torch.allclose(state[key].float(), other[key].float(), rtol=1e-5, atol=0), (name, key)
             if state[key].dtype == torch.uint8:
-                count = p.numel() if key == "low" else -1  # beyond the last element nobody reads
+                count = p.numel() if key == "low" else -1  # the padding is never read
                 assert torch.equal(state[key][:count], other[key][:count]), (name, key)
 
 
-@pytest.mark.skipif(find_native_library() is None, reason="the C part was not built")
-def test_several_threads_of_the_c_part_give_the_bits_of_one() -> None:
+@pytest.mark.skipif(find_native_library() is None, reason="the C extension was not built")
+def test_the_c_extension_gives_the_same_bits_on_any_number_of_threads() -> None:
     def trained(threads: int) -> dict[str, torch.Tensor]:
-        made = {str(number): nn.Parameter(torch.ones(16, 40 + number)) for number in range(12)}
-        ours = Automagic(made, FAST)
+        parameters = {str(number): nn.Parameter(torch.ones(16, 40 + number)) for number in range(12)}
+        optimizer = Automagic(parameters, FAST)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
             for step in range(5):
                 noise = torch.Generator().manual_seed(step)
-                give(made, {name: torch.randn(p.shape, generator=noise) for name, p in made.items()})
-                ours.step()
+                set_gradients(
+                    parameters, {name: torch.randn(p.shape, generator=noise) for name, p in parameters.items()}
+                )
+                optimizer.step()
         finally:
             torch.set_num_threads(before)
-        return {name: p.detach() for name, p in made.items()}
+        return {name: p.detach() for name, p in parameters.items()}
 
     assert same_bits(trained(1), trained(3))
 
 
-def test_a_step_reads_no_number_from_the_device() -> None:
-    """Tensors without memory have none to read: asking for one would raise."""
+def test_a_step_reads_no_value_from_the_device() -> None:
+    """Reading a value of a meta tensor would raise."""
     parameters = {name: nn.Parameter(p.detach().to("meta")) for name, p in build_weights().items()}
-    ours = Automagic(parameters, FAST, weight_decay=0.1)
+    optimizer = Automagic(parameters, FAST, weight_decay=0.1)
     for _ in range(3):
         for p in parameters.values():
             p.grad = torch.empty_like(p)
-        ours.step()
-    assert ours.state[parameters["scale"]]["low"].device.type == "meta"
+        optimizer.step()
+    assert optimizer.state[parameters["scale"]]["low"].device.type == "meta"
 
 
-def test_gradients_come_out_of_a_step_as_they_went_in() -> None:
+def test_a_step_does_not_change_the_gradients() -> None:
     for native in (True, False):
         parameters = build_weights()
-        ours, found = Automagic(parameters, FAST, weight_decay=0.1, native=native), gradients(parameters, 0)
-        give(parameters, {name: one.clone() for name, one in found.items()})
-        ours.step()
-        assert same_bits({name: p.grad for name, p in parameters.items() if p.grad is not None}, found)
+        optimizer, gradients = (
+            Automagic(parameters, FAST, weight_decay=0.1, native=native),
+            random_gradients(parameters, 0),
+        )
+        set_gradients(parameters, {name: gradient.clone() for name, gradient in gradients.items()})
+        optimizer.step()
+        assert same_bits({name: p.grad for name, p in parameters.items() if p.grad is not None}, gradients)
 
 
 @pytest.mark.parametrize("changed", [{"lr_bump": 5e-7}, {"min_lr": 5e-7, "max_lr": 2e-3}, {"max_lr": 1e-5}])
-def test_rates_are_carried_over_where_a_resumed_run_has_other_limits(changed: dict[str, float]) -> None:
+def test_a_resumed_run_with_other_limits_keeps_the_rates(changed: dict[str, float]) -> None:
     first = build_named_optimizer("automagic", {"w": nn.Parameter(torch.zeros(16, 32))})
     for step in range(60):
         first.parameters["w"].grad = torch.ones(16, 32)

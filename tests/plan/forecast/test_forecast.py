@@ -7,8 +7,8 @@ import json
 import pytest
 
 from supertuner.core.types import GIB
-from supertuner.plan.forecast.report import forecast_json, report_lines, verdict_text
-from supertuner.plan.forecast.results import FitStatus, RunTiming, TimingScenario
+from supertuner.plan.forecast.report import report_lines
+from supertuner.plan.forecast.results import FitStatus, RunTiming, TimingScenario, verdict_text
 from supertuner.plan.forecast.storage import StorageItem
 from supertuner.plan.placement.plan_step import plan_step
 from supertuner.plan.placement.throughput import MemoryLimits
@@ -101,7 +101,7 @@ def test_times_are_given_at_the_peaks_and_at_a_share_of_them() -> None:
 
 
 def test_programs_get_everything_as_json() -> None:
-    document = json.loads(json.dumps(forecast_json(a_forecast())))
+    document = json.loads(json.dumps(a_forecast().to_dict()))
     assert document["modelled"] is True and document["fits"] is True
     assert document["judged"]["spare_bytes"] == 56 * GIB
     assert document["phases"][0]["gpu"]["activations"] == 10 * GIB
@@ -113,7 +113,7 @@ def test_a_plan_that_does_not_fit_is_json_all_the_same() -> None:
     table = a_table(saved=400)
     plan = plan_step(table, a_capacity().machine, MemoryLimits(GIB, GIB))
     assert not plan.fits
-    text = json.dumps(forecast_json(a_forecast(plans={"train model": plan})), allow_nan=False)
+    text = json.dumps(a_forecast(plans={"train model": plan}).to_dict(), allow_nan=False)
     assert json.loads(text)["plans"]["train model"]["fits"] is False
 
 

@@ -112,7 +112,7 @@ def test_a_plan_that_fits_stands_with_its_own_figures() -> None:
 def test_a_run_that_follows_a_plan_is_compared_with_it_and_planned_anew_after_a_change() -> None:
     now = a_baseline(a_table(frozen=60, saved=30, idle=7), a_capacity(host_gib=100), datasets=VIDEO)
     limits = MemoryLimits(96 * GIB, 100 * GIB)
-    nowhere = replace(now, plan=plan_step(now.table, now.capacity.machine, limits), acts=True, limits=limits)
+    nowhere = replace(now, plan=plan_step(now.table, now.capacity.machine, limits), follows_plans=True, limits=limits)
     assert not nowhere.follows_this_plan and not nowhere.fits
     found = suggest_changes(nowhere)
     assert not any("checkpointing" in one.what or "plan." in one.what for one in found)
@@ -120,7 +120,7 @@ def test_a_run_that_follows_a_plan_is_compared_with_it_and_planned_anew_after_a_
     assert eight.fits, "half the weights find room by a plan, and would not without one"
     easy = a_baseline(a_table(saved=30), datasets=VIDEO)
     limits = MemoryLimits.from_machine(easy.capacity.machine)
-    planned = replace(easy, plan=plan_step(easy.table, easy.capacity.machine, limits), acts=True, limits=limits)
+    planned = replace(easy, plan=plan_step(easy.table, easy.capacity.machine, limits), follows_plans=True, limits=limits)
     assert planned.follows_this_plan and planned.fits and not easy.fits
     assert all(one.time is not None and one.time < 1 for one in suggest_changes(planned))
 
@@ -159,7 +159,7 @@ def test_a_change_by_which_no_plan_fits_has_no_time() -> None:
     )
     limits = MemoryLimits(96 * GIB, 50 * GIB)
     found = suggest_changes(
-        replace(now, plan=plan_step(now.table, now.capacity.machine, limits), acts=True, limits=limits)
+        replace(now, plan=plan_step(now.table, now.capacity.machine, limits), follows_plans=True, limits=limits)
     )
     assert found
     assert all(change.fits or change.time is None or change.time < 100 for change in found)
@@ -172,7 +172,7 @@ def test_a_run_that_follows_plans_is_sent_to_a_machine_where_one_fits() -> None:
     limits = MemoryLimits(76 * GIB, None)
     found = named(
         suggest_changes(
-            replace(now, plan=plan_step(now.table, now.capacity.machine, limits), acts=True, limits=limits)
+            replace(now, plan=plan_step(now.table, now.capacity.machine, limits), follows_plans=True, limits=limits)
         ),
         "--",
     )

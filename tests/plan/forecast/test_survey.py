@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.load import load_config
-from supertuner.core.events import NullSink
-from supertuner.core.host import HostFacts
 from supertuner.data.corpus_loader import open_corpus
 from supertuner.optim.schedule import build_training_schedule
 from supertuner.plan.forecast import survey as module
@@ -41,7 +40,7 @@ def test_what_is_seen_is_what_staging_finds(tmp_path: Path) -> None:
     train = {"batch_size": 2, "num_epochs": 3}
     config = load_config(configured(tmp_path, {**data, "repeats": 2}, train=train)).config
     (found,) = survey_datasets(config)
-    with open_corpus(config, host=HostFacts(), sink=NullSink(), progress=NullSink()) as corpus:
+    with open_corpus(config, RunContext.silent(config.run.output_dir)) as corpus:
         groups = {group.bucket: len(group.sample_indices) for group in corpus.order.groups}
         real = build_training_schedule(config, corpus.order.epoch_begin, 1)
     assert {one.bucket: one.samples for one in found.bucket_counts} == groups

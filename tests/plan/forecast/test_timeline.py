@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from supertuner.plan.placement.step_table import OperatorWork
-from supertuner.plan.placement.timeline import IDLE_EXPERTS, build_timeline
+from supertuner.plan.forecast.timeline import IDLE_EXPERTS, build_timeline
 from supertuner.plan.trace.execution_trace import ExecutionTrace, StepPass, TensorKind, TraceSpan
 
 

@@ -9,8 +9,8 @@ import pytest
 from supertuner.config.settings.plan import PlanSettings
 from supertuner.core.errors import TrainError
 from supertuner.models.blocks import named_blocks
-from supertuner.plan.placement.overrides import apply_plan_settings
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
+from supertuner.plan.placement.planner import apply_plan_settings
 from supertuner.step.window import train_window
 from supertuner.train.offload.manager import plan_summary
 from tests.train.offload.making import (

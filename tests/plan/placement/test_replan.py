@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from supertuner.config.settings.plan import PlanSettings
 from supertuner.core.events import DecisionEvent, Event, NoteEvent, WarningEvent
 from supertuner.memory.emulator.clock import EmulatorClock
 from supertuner.memory.emulator.configuration import EmulatedMachine, EmulatorParameters
@@ -20,11 +21,17 @@ from supertuner.models.blocks import named_blocks
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.plan.placement.plan_step import plan_step
 from supertuner.plan.placement.planner import ExpertPlan, RunPlanner
-from supertuner.plan.placement.replan import PlanAssumptions, PlanObservation, PrefetchDistance, describe_drift
+from supertuner.plan.placement.replan import (
+    PlanAssumptions,
+    PlanObservation,
+    PrefetchDistance,
+    TransferCounters,
+    describe_drift,
+)
 from supertuner.plan.placement.step_table import BlockCosts, OperatorWork, StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from supertuner.train.offload.manager import OffloadManager
-from supertuner.train.offload.transfer import CopyPair, TransferCounters, TransferEvent
+from supertuner.train.offload.transfer import CopyPair, TransferEvent
 from tests.train.offload.making import CPU, OffloadCase, a_plan, assert_same, outcome, window
 
 FAST = 1e9
@@ -156,7 +163,7 @@ def a_planner(names: Sequence[str]) -> RunPlanner:
     rates = MachineRates(1e12, 1e12, 1e15, 1e15, FAST, FAST, one_pool=False, duplex=True)
     limits, table, machine = MemoryLimits(80_000, 10**9), a_step_table(names), MACHINES["gh200-96"]
     plan = plan_step(table, machine, limits, rates=rates)
-    return RunPlanner(machine, limits, rates, 3, {"model": table}, {"model": plan})
+    return RunPlanner(machine, limits, rates, PlanSettings(), 3, {"model": table}, {"model": plan})
 
 
 def test_a_link_slowed_in_the_middle_of_a_run_is_answered_by_another_plan_and_changes_no_bit() -> None:

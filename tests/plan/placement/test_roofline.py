@@ -17,7 +17,7 @@ from supertuner.plan.placement.fast_simulate import evaluate_choice
 from supertuner.plan.placement.memory_needs import compute_memory_needs
 from supertuner.plan.placement.plan import OptimizerPlacement
 from supertuner.plan.placement.roofline import step_time_bound
-from supertuner.plan.placement.simplex import maximize
+from supertuner.plan.placement.lp_bound import maximize
 from supertuner.plan.placement.step_table import OperatorWork
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from tests.plan.making_steps import AMPLE, PLAIN, ROUND, a_step, choices, rates, tables
@@ -91,7 +91,7 @@ def test_a_host_that_is_quick_enough_steps() -> None:
 
 def test_a_step_that_no_memory_holds_has_no_finite_bound() -> None:
     found = step_time_bound(FOUR, ROUND, MemoryLimits(100, 100))
-    assert found.seconds == math.inf and found.limited_by == "no room" and found.compute_s == 25
+    assert found.seconds == math.inf and found.limited_by == "does not fit" and found.compute_s == 25
 
 
 def test_memory_is_what_bounds_work_that_reads_more_than_it_computes() -> None:

@@ -19,7 +19,7 @@ from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, BatchTensorSpe
 from supertuner.plan.trace.execution_trace import AFTER_BLOCKS, BEFORE_BLOCKS, ExecutionTrace, StepPass, TensorKind
 from supertuner.plan.trace.recorder import inner_tensors
 from supertuner.plan.trace.step_table_builder import build_step_table
-from supertuner.plan.trace.training_step import trace_training_step
+from supertuner.plan.trace.training_step import trace_training_step, with_checkpointing
 from supertuner.step.batch import StepBatch
 from supertuner.step.expert_setup import (
     build_expert_state,
@@ -67,13 +67,15 @@ def shaped(
     learnt = shaper(family.name, model.source.path).batch_shape(samples, media)
     prior = {"prior": BatchTensorSpec((), torch.bool)} if any(one.prior for one in config.datasets) else {}
     kept = latent_storage_dtype(ComputePrecision(config.train.mixed_precision, CPU).dtype)
-    return replace(learnt, counts=prior, latents_dtype=kept)
+    return replace(learnt, loss_inputs=prior, latents_dtype=kept)
 
 
 def traced(
     config: RunConfig, family: Family, model: ModelDescription, media: tuple[int, ...], **how: Any
 ) -> ExecutionTrace:
     shape = shaped(config, family, model, media, how.pop("samples", 1))
+    if "checkpointing" in how:
+        config = with_checkpointing(config, how.pop("checkpointing"))
     return trace_training_step(config, family, model, model.experts[0], shape, **how)
 
 
@@ -101,7 +103,7 @@ def real(
         return figures.tolist()
 
     rules = build_step_options(config, family, model, precision, NullSink())
-    train_window(trainee, [batch], samples=1, learning_rate=1e-4, options=rules, copy_to_host=fetch)
+    train_window(trainee, [batch], samples=1, learning_rate=1e-4, options=replace(rules, copy_to_host=fetch))
     return trainee, found
 
 

@@ -15,7 +15,7 @@ from supertuner.core.events import Event, WarningEvent
 from supertuner.models.family_registry import load_family as family_of
 from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource
 from supertuner.plan.placement.step_table import OperatorWork
-from supertuner.plan.trace import cached_traces as remembered
+from supertuner.plan.trace.cached_traces import CachedTraces
 from supertuner.plan.trace.encoder_shapes import BatchShape, EncoderShapeProbe
 from supertuner.plan.trace.execution_trace import (
     AFTER_BLOCKS,
@@ -146,9 +146,10 @@ def shape(wan: tuple[Family, ModelDescription]) -> BatchShape:
 def training_files(
     folder: Path, wan: tuple[Family, ModelDescription], shape: BatchShape, experts: tuple[Expert, ...], **blocks: Any
 ) -> int:
-    kept, config = TraceCache(folder, {}, RecordingSink()), RunConfig.model_validate(blocks)
+    config = RunConfig.model_validate(blocks)
+    traces = CachedTraces(TraceCache(folder, {}, RecordingSink()), config, *wan, PlainCpuDevice())
     for expert in experts:
-        trace = remembered.cached_training_trace(kept, config, *wan, expert, shape, device=PlainCpuDevice())
+        trace = traces.training(expert, shape)
         assert trace.phase == f"train {expert.name}"
     return len(list(folder.iterdir()))
 
@@ -167,10 +168,8 @@ def test_encoders_and_samples_are_traced_with_all_that_is_in_memory(
     tmp_path: Path, wan: tuple[Family, ModelDescription], shape: BatchShape
 ) -> None:
     family, model = wan
-    config, kept = (
-        RunConfig.model_validate({"model": {"experts": "low_noise"}}),
-        TraceCache(tmp_path, {}, RecordingSink()),
-    )
+    config = RunConfig.model_validate({"model": {"experts": "low_noise"}})
+    traces = CachedTraces(TraceCache(tmp_path, {}, RecordingSink()), config, *wan, PlainCpuDevice())
     media = trace_media_encoding(family, model, MEDIA)
     text = trace_text_encoding(config, family, model)
     made = trace_sampling(config, family, model, shape)
@@ -187,11 +186,9 @@ def test_encoders_and_samples_are_traced_with_all_that_is_in_memory(
         made.total_work(4).matmul_flops
         == made.encode_and_decode_work.matmul_flops + 4 * made.prediction_work.matmul_flops
     )
-    again = remembered.cached_sampling_trace(kept, config, family, model, shape, device=PlainCpuDevice())
+    again = traces.sampling(shape)
     assert isinstance(again, SampleTrace) and again.prediction_work == made.prediction_work
-    assert same(
-        remembered.cached_sampling_trace(kept, config, family, model, shape, device=PlainCpuDevice()).trace, again.trace
-    )
-    assert same(remembered.cached_media_trace(kept, family, model, MEDIA, device=PlainCpuDevice()), media)
-    assert same(remembered.cached_text_trace(kept, config, family, model, device=PlainCpuDevice()), text)
+    assert same(traces.sampling(shape).trace, again.trace)
+    assert same(traces.media(MEDIA), media)
+    assert same(traces.text(), text)
     assert len(list(tmp_path.iterdir())) == 3

@@ -1,4 +1,4 @@
-"""The pages about set-up name commands, options, settings and requirements that exist, and have no empty cell."""
+"""The set-up pages of the docs name only existing commands, options, settings and requirements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS = ("arena", "cache_config", "checkpoints", "gh200_optimizations", "memory
 
 
 def options_of(words: list[str]) -> set[str] | None:
-    """The options of the command that these words begin with; None: there is no such command."""
+    """The options of the command that these words begin with; None if there is no such command."""
     command = get_command(app)
     for word in words:
         inner = getattr(command, "commands", None)
@@ -31,7 +31,7 @@ def options_of(words: list[str]) -> set[str] | None:
 
 
 def commands(text: str) -> list[str]:
-    """Every `supertuner …` that stands in code, in blocks or in lines."""
+    """Every `supertuner …` in code blocks and in inline code."""
     code = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^\s*```", "", text, flags=re.MULTILINE | re.DOTALL))
     code += [line for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     found = [
@@ -48,8 +48,8 @@ def test_every_command_on_the_page_exists_with_its_options(page: str) -> None:
         words = command.split()[1:]
         known = options_of(words)
         assert known is not None, command
-        given = {word.split("=")[0] for word in words if word.startswith("--")}
-        assert given <= known | {"--help"}, command
+        used = {word.split("=")[0] for word in words if word.startswith("--")}
+        assert used <= known | {"--help"}, command
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -7,26 +7,27 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
 import pytest
 import torch
 
+from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import CheckpointError, NonFiniteError, RunFolderError
-from supertuner.core.events import Event, NoteEvent, NullSink, WarningEvent
+from supertuner.core.events import Event, NoteEvent, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.distributed.process_group import SingleProcess
 from supertuner.train import loop
 from supertuner.train.checkpoint import async_saver as saver
-from supertuner.train.checkpoint import durable_save as checkpoint
-from supertuner.train.checkpoint import save_job as one_save
 from supertuner.train.checkpoint.async_saver import CheckpointSaver
+from supertuner.train.checkpoint.load import find_checkpoints, load_checkpoint, verify_checkpoint
+from supertuner.train.checkpoint.manifest import CHECKPOINTS_DIR
 from supertuner.train.checkpoint.state import collect_contents
 from supertuner.train.run.training_run import TrainingRun
-from supertuner.train.setup import RunContext, open_run
+from supertuner.train.setup import open_run
 from tests.train.runs import config
 
 
@@ -82,7 +83,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingRun]:
     file = config(folder, "run", validation={"at_start": False, "every_steps": None, "at_end": False})
     settings = load_config(file).config
     (folder / "made").mkdir()
-    with open_run(settings, "run", folder / "made", RunContext(NullSink(), NullSink(), HostFacts())) as run:
+    with open_run(settings, RunContext.silent(folder / "made")) as run:
         with run.dataloader() as feed:
             for _, window in zip(range(3), feed, strict=False):
                 loop._train_step(run, window)
@@ -92,30 +93,31 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingRun]:
 @pytest.fixture
 def run(opened: TrainingRun, tmp_path: Path) -> Iterator[TrainingRun]:
     """The same in a folder of its own. Steps are counted up by tests, nothing more is trained."""
-    before = opened.folder, opened.sink, opened.progress, opened.host, opened.step
-    opened.folder, opened.sink = tmp_path, RecordingSink()
+    before = opened.context, opened.step
+    opened.context = replace(opened.context, run_dir=tmp_path, sink=RecordingSink())
     yield opened
-    opened.folder, opened.sink, opened.progress, opened.host, opened.step = before
+    opened.context, opened.step = before
 
 
 def heard(run: TrainingRun) -> RecordingSink:
-    assert isinstance(run.sink, RecordingSink)
-    return run.sink
+    assert isinstance(run.context.sink, RecordingSink)
+    return run.context.sink
 
 
 def folder(run: TrainingRun) -> Path:
-    return run.folder / checkpoint.CHECKPOINTS_DIR
+    return run.context.run_dir / CHECKPOINTS_DIR
 
 
 def steps(run: TrainingRun) -> list[int]:
     assert not [name for name in os.listdir(folder(run)) if name.startswith(".")], "nothing half done is left"
-    found = checkpoint.find_checkpoints(folder(run))
+    found = find_checkpoints(folder(run))
     assert all(one.problem is None for one in found)
     return [one.step for one in found]
 
 
 def gated(run: TrainingRun) -> GatedHost:
-    run.host = gate = GatedHost()
+    gate = GatedHost()
+    run.context = replace(run.context, host=gate)
     for event in (gate.open, gate.reached):
         event.clear()
     return gate
@@ -124,7 +126,7 @@ def gated(run: TrainingRun) -> GatedHost:
 @contextmanager
 def disturbed(run: TrainingRun) -> Iterator[None]:
     """Every tensor of the run is another one inside."""
-    tensors = [one for part, found in collect_contents(run).parts.items() for one in found.values() if part != "random"]
+    tensors = [one for part, found in collect_contents(run, {})[0].parts.items() for one in found.values() if part != "random"]
     kept = [one.detach().clone() for one in tensors]
     with torch.no_grad():
         for one in tensors:
@@ -136,7 +138,7 @@ def disturbed(run: TrainingRun) -> Iterator[None]:
 
 def test_training_that_goes_on_changes_nothing_of_what_is_saved(run: TrainingRun) -> None:
     expected = {
-        name: {k: v.detach().clone() for k, v in part.items()} for name, part in collect_contents(run).parts.items()
+        name: {k: v.detach().clone() for k, v in part.items()} for name, part in collect_contents(run, {})[0].parts.items()
     }
     assert any(part.startswith("ema.") for part in expected)
     assert sum(len(part) for name, part in expected.items() if name.startswith("optimizer.")) > 10
@@ -151,7 +153,7 @@ def test_training_that_goes_on_changes_nothing_of_what_is_saved(run: TrainingRun
             gate.open.set()
             saves.wait()
             run.step -= 1
-    loaded = checkpoint.load_checkpoint(folder(run) / "step-00000003")
+    loaded = load_checkpoint(folder(run) / "step-00000003")
     assert loaded.state["step"] == 3 and loaded.state["losses"] == list(position)
     for name, part in expected.items():
         found = loaded.read_part(name)
@@ -160,7 +162,7 @@ def test_training_that_goes_on_changes_nothing_of_what_is_saved(run: TrainingRun
 
 
 def test_saves_come_one_after_the_other_and_none_is_left_out(run: TrainingRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver, "WAITED_TOLD_S", 0.0)
+    monkeypatch.setattr(saver, "WARN_AFTER_S", 0.0)
     gate = gated(run)
     with CheckpointSaver(run) as saves:
         saves.save()
@@ -168,7 +170,7 @@ def test_saves_come_one_after_the_other_and_none_is_left_out(run: TrainingRun, m
         run.step += 1
         threading.Timer(0.1, gate.open.set).start()
         saves.save()
-        assert checkpoint.find_checkpoints(folder(run))[0].step == 3, (
+        assert find_checkpoints(folder(run))[0].step == 3, (
             "the earlier one was there before the later one began"
         )
         run.step += 1
@@ -223,15 +225,16 @@ class RecordingProgress:
 
 
 def test_training_that_waits_shows_how_far_the_save_is(run: TrainingRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver, "SHOWN_AFTER_S", 0.0)
-    run.progress = shown = RecordingProgress()
+    monkeypatch.setattr(saver, "SHOW_PROGRESS_AFTER_S", 0.0)
+    shown = RecordingProgress()
+    run.context = replace(run.context, progress=shown)
 
-    def slow(save: one_save.SaveJob, title: str, *, nbytes: int = 0, **more: object) -> one_save.SaveJob:
+    def slow(save: saver.SaveJob, title: str, *, nbytes: int = 0, **more: object) -> saver.SaveJob:
         save.nbytes += nbytes
         assert shown.asked.wait(60)
         return save
 
-    monkeypatch.setattr(one_save.SaveJob, "phase", slow)
+    monkeypatch.setattr(saver.SaveJob, "phase", slow)
     with CheckpointSaver(run) as saves:
         saves.save()
     assert shown.titles == ["saving step-00000003"] and shown.threads == {threading.get_ident()}
@@ -239,7 +242,7 @@ def test_training_that_waits_shows_how_far_the_save_is(run: TrainingRun, monkeyp
 
 
 def test_a_save_that_was_due_and_failed_ends_the_run_at_its_next_window(run: TrainingRun) -> None:
-    run.host = HostWithoutDisk()
+    run.context = replace(run.context, host=HostWithoutDisk())
     with pytest.raises(CheckpointError, match="are missing; free some space"), CheckpointSaver(run) as saves:
         saves.save()
         while True:
@@ -247,7 +250,7 @@ def test_a_save_that_was_due_and_failed_ends_the_run_at_its_next_window(run: Tra
 
 
 def test_a_save_that_failed_last_of_all_ends_the_run_all_the_same(run: TrainingRun) -> None:
-    run.host = HostWithoutDisk()
+    run.context = replace(run.context, host=HostWithoutDisk())
     with pytest.raises(CheckpointError, match="are missing; free some space"), CheckpointSaver(run) as saves:
         saves.save()
 
@@ -256,7 +259,7 @@ def test_a_save_somebody_asked_for_is_answered_once_it_is_on_disk(run: TrainingR
     answers: list[tuple[Path | None, str, bool]] = []
 
     def answer(made: Path | None, why: str) -> None:
-        answers.append((made, why, made is not None and checkpoint.verify_checkpoint(made) == []))
+        answers.append((made, why, made is not None and verify_checkpoint(made) == []))
 
     gate = gated(run)
     with CheckpointSaver(run) as saves:
@@ -274,10 +277,10 @@ def test_a_save_somebody_asked_for_is_answered_once_it_is_on_disk(run: TrainingR
 def test_a_save_somebody_asked_for_that_fails_is_refused_and_the_run_goes_on(run: TrainingRun) -> None:
     answers: list[tuple[Path | None, str]] = []
     with CheckpointSaver(run) as saves:
-        run.host = HostWithoutDisk()
+        run.context = replace(run.context, host=HostWithoutDisk())
         saves.save_on_request(lambda made, why: answers.append((made, why)))
         saves.wait()
-        run.host = HostFacts()
+        run.context = replace(run.context, host=HostFacts())
         run.step += 1
         saves.save()
     assert [made for made, _ in answers] == [None] and "are missing" in answers[0][1]
@@ -296,7 +299,7 @@ def test_an_interrupt_gives_up_what_is_being_written_and_leaves_the_last_one(run
         threading.Timer(0.1, gate.open.set).start()
         raise KeyboardInterrupt
     assert steps(run) == [3]
-    assert len(answers) == 1 and "given up" in answers[0]
+    assert len(answers) == 1 and "abandoned" in answers[0]
 
 
 def test_an_error_in_training_waits_for_what_is_being_written(run: TrainingRun) -> None:
@@ -310,7 +313,7 @@ def test_an_error_in_training_waits_for_what_is_being_written(run: TrainingRun) 
 
 
 def test_an_error_in_training_is_told_even_if_the_save_fails_too(run: TrainingRun) -> None:
-    run.host = HostWithoutDisk()
+    run.context = replace(run.context, host=HostWithoutDisk())
     with pytest.raises(NonFiniteError), CheckpointSaver(run) as saves:
         saves.save()
         raise NonFiniteError("loss")
@@ -322,7 +325,7 @@ def test_an_error_in_training_is_told_even_if_nothing_can_be_recorded_any_more(r
         def emit(self, event: Event, /) -> None:
             raise RunFolderError("events.jsonl cannot be written")
 
-    run.host, run.sink = HostWithoutDisk(), Full()
+    run.context = replace(run.context, host=HostWithoutDisk(), sink=Full())
     with pytest.raises(NonFiniteError), CheckpointSaver(run) as saves:
         saves.save()
         raise NonFiniteError("loss")
@@ -334,7 +337,7 @@ def test_whoever_asked_is_answered_whatever_the_save_failed_of(run: TrainingRun)
             raise RuntimeError("not a refusal of ours")
 
     answers: list[str] = []
-    run.host = Broken()
+    run.context = replace(run.context, host=Broken())
     with pytest.raises(RuntimeError, match="not a refusal of ours"), CheckpointSaver(run) as saves:
         saves.save_on_request(lambda made, why: answers.append(why))
         saves.wait()
@@ -342,7 +345,7 @@ def test_whoever_asked_is_answered_whatever_the_save_failed_of(run: TrainingRun)
 
 
 def test_without_room_for_a_copy_training_waits_and_needs_no_memory(run: TrainingRun) -> None:
-    run.host = HostWithoutMemory()
+    run.context = replace(run.context, host=HostWithoutMemory())
     with CheckpointSaver(run) as saves:
         for _ in range(2):
             saves.save()
@@ -356,7 +359,7 @@ def test_processes_of_a_node_that_copy_together_need_room_for_all_copies(run: Tr
     class Little(LimitedHost):
         memory = 10_000
 
-    run.host, run.process_group = Little(), SingleProcess(local_world_size=4)
+    run.context, run.process_group = replace(run.context, host=Little()), SingleProcess(local_world_size=4)
     with CheckpointSaver(run) as saves:
         assert saves._has_room_for_copy(4_000)
         saves._sharded = True
@@ -368,8 +371,8 @@ def test_a_save_in_the_foreground_is_the_same_bytes(run: TrainingRun) -> None:
     with CheckpointSaver(run) as saves:
         saves.save()
     behind = {file.name: file.read_bytes() for file in (folder(run) / "step-00000003").iterdir()}
-    os.rename(folder(run), run.folder / "other")
-    run.host = HostWithoutMemory()
+    os.rename(folder(run), run.context.run_dir / "other")
+    run.context = replace(run.context, host=HostWithoutMemory())
     with CheckpointSaver(run) as saves:
         saves.save()
     assert {file.name: file.read_bytes() for file in (folder(run) / "step-00000003").iterdir()} == behind
@@ -383,7 +386,7 @@ def test_the_memory_of_copies_is_used_again(run: TrainingRun) -> None:
             saves.wait()
             held.add(saves._copies.nbytes)
             run.step += 1
-    parts = collect_contents(run).parts
+    parts = collect_contents(run, {})[0].parts
     assert held == {sum(one.nbytes for part in parts.values() for one in part.values())}
 
 
@@ -412,7 +415,7 @@ def test_the_logs_are_safe_on_disk_before_a_checkpoint_speaks_of_them(
 
 def test_a_running_job_answers_everybody_who_asked_for_a_checkpoint(run: TrainingRun) -> None:
     """Of a step that is due anyway: one save serves all of them."""
-    requests = run.folder / "requests"
+    requests = run.context.run_dir / "requests"
     requests.mkdir()
     for name in ("mine", "yours"):
         (requests / f"{name}.json").write_text('{"kind": "checkpoint"}')
@@ -427,7 +430,7 @@ def test_a_running_job_answers_everybody_who_asked_for_a_checkpoint(run: Trainin
 
 
 def test_a_run_whose_disk_is_full_ends_with_what_is_missing(run: TrainingRun) -> None:
-    run.host = HostWithoutDisk()
+    run.context = replace(run.context, host=HostWithoutDisk())
     with pytest.raises(CheckpointError, match=r"checkpoint of step 4 needs .* are missing; free some space"):
         loop.train(run)
     assert run.step in (5, 6), "at the next window, at the latest where the next save is due"

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from supertuner.core.errors import CheckpointError
 from supertuner.core.host import HostFacts
 from supertuner.train.checkpoint import tensor_file
-from supertuner.train.checkpoint.durable_save import find_checkpoints, load_checkpoint, load_latest, save_checkpoint, set_aside_later_checkpoints, verify_checkpoint
-from tests.train.checkpoints import RecordingSink, bytes_of, parts_at, state_at, tree
+from supertuner.train.checkpoint.durable_save import load_latest, set_aside_later_checkpoints
+from supertuner.train.checkpoint.load import find_checkpoints, load_checkpoint, verify_checkpoint
+from tests.train.checkpoints import RecordingSink, bytes_of, parts_at, save_parts, state_at, tree
 
 
 class FullDiskHost(HostFacts):
@@ -32,7 +33,7 @@ class FullDiskHost(HostFacts):
 
 
 def put(folder: Path, step: int, seed: int = 0, keep: int = 9) -> Path:
-    return save_checkpoint(folder, step, parts_at(step, seed), state_at(step), keep=keep, host=HostFacts())
+    return save_parts(folder, step, parts_at(step, seed), state_at(step), keep=keep, host=HostFacts())
 
 
 def steps(folder: Path) -> list[int]:
@@ -61,7 +62,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_tensors_come_back_aligned_as_torch_aligns_its_own(tmp_path: Path) -> None:
     odd = {f"{i}": torch.randn(i + 1) for i in range(9)}
-    made = save_checkpoint(tmp_path, 1, {"odd": odd}, {}, keep=1, host=HostFacts())
+    made = save_parts(tmp_path, 1, {"odd": odd}, {}, keep=1, host=HostFacts())
     assert all(tensor.data_ptr() % 64 == 0 for tensor in load_checkpoint(made).read_part("odd").values())
     assert any(tensor.data_ptr() % 64 for tensor in load_file(made / "odd.safetensors").values()), "or why we bother"
 
@@ -72,7 +73,7 @@ def test_every_dtype_survives_with_every_odd_shape(code: str, tmp_path: Path) ->
     raw = torch.randint(0, 256 if code != "BOOL" else 2, (6 * 8,), dtype=torch.uint8)
     full = raw.view(dtype) if code != "BOOL" else raw.bool()
     tensors = {"full": full, "scalar": full[0].clone(), "empty": full[:0].reshape(0, 3), "strided": full[::2]}
-    made = save_checkpoint(tmp_path, 1, {"p": tensors}, {}, keep=1, host=HostFacts())
+    made = save_parts(tmp_path, 1, {"p": tensors}, {}, keep=1, host=HostFacts())
     got, by_library = load_checkpoint(made).read_part("p"), load_file(made / "p.safetensors")
     for name, tensor in tensors.items():
         for other in (got[name], by_library[name]):
@@ -95,9 +96,9 @@ def test_files_of_the_library_are_read_too(tmp_path: Path) -> None:
 def test_the_same_content_is_the_same_bytes_whatever_order_it_came_in(tmp_path: Path) -> None:
     parts = parts_at(40)
     turned = {name: dict(reversed(tensors.items())) for name, tensors in reversed(parts.items())}
-    first = save_checkpoint(tmp_path / "a", 40, parts, {"x": 1, "y": 0.1}, keep=1, host=HostFacts())
+    first = save_parts(tmp_path / "a", 40, parts, {"x": 1, "y": 0.1}, keep=1, host=HostFacts())
     os.utime(first / "state.json", (0, 0))
-    second = save_checkpoint(tmp_path / "b", 40, turned, {"y": 0.1, "x": 1}, keep=1, host=HostFacts())
+    second = save_parts(tmp_path / "b", 40, turned, {"y": 0.1, "x": 1}, keep=1, host=HostFacts())
     assert bytes_of(first) == bytes_of(second)
 
 
@@ -139,7 +140,7 @@ def test_a_damaged_newer_one_is_told_passed_over_and_left(tmp_path: Path) -> Non
     before, heard = tree(tmp_path), RecordingSink()
     found = load_latest(tmp_path, heard)
     assert found is not None and found.step == 20
-    assert "checkpoint of step 60: passed over" in heard.text() and "optimizer.low_noise.safetensors" in heard.text()
+    assert "checkpoint of step 60: skipped" in heard.text() and "optimizer.low_noise.safetensors" in heard.text()
     assert "checkpoint of step 40: passed over" in heard.text() and "state.json" in heard.text()
     assert tree(tmp_path) == before
 
@@ -189,18 +190,18 @@ def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path) -> N
     before = tree(tmp_path)
     said = r"step 20 needs \d+\.\d KiB, 4\.0 KiB are free below .*: \d+\.\d KiB are missing; .*intact: .*step-00000010"
     with pytest.raises(CheckpointError, match=said):
-        save_checkpoint(tmp_path, 20, parts_at(20), state_at(20), keep=1, host=FullDiskHost(4096))
+        save_parts(tmp_path, 20, parts_at(20), state_at(20), keep=1, host=FullDiskHost(4096))
     assert tree(tmp_path) == before
     with pytest.raises(CheckpointError, match="there is none yet"):
-        save_checkpoint(tmp_path / "other", 20, parts_at(20), state_at(20), keep=1, host=FullDiskHost(4096))
+        save_parts(tmp_path / "other", 20, parts_at(20), state_at(20), keep=1, host=FullDiskHost(4096))
 
 
 def test_the_room_asked_for_is_what_the_files_take(tmp_path: Path) -> None:
-    made = save_checkpoint(tmp_path, 20, {"p": {"x": torch.zeros(100_000)}}, state_at(20), keep=1, host=HostFacts())
+    made = save_parts(tmp_path, 20, {"p": {"x": torch.zeros(100_000)}}, state_at(20), keep=1, host=HostFacts())
     taken = sum(-(-file.stat().st_size // 4096) * 4096 for file in made.iterdir()) + 4096
     for room, enough in ((taken - 1, False), (taken, True)):
         try:
-            save_checkpoint(
+            save_parts(
                 tmp_path / f"{room}",
                 20,
                 {"p": {"x": torch.zeros(100_000)}},
@@ -217,12 +218,12 @@ def test_the_room_asked_for_is_what_the_files_take(tmp_path: Path) -> None:
 def test_a_state_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     for bad in (float("nan"), float("inf"), object(), {1, 2}):
         with pytest.raises(CheckpointError, match="nothing was saved"):
-            save_checkpoint(tmp_path / "c", 1, {}, {"x": bad}, keep=1, host=HostFacts())  # type: ignore[dict-item]
+            save_parts(tmp_path / "c", 1, {}, {"x": bad}, keep=1, host=HostFacts())  # type: ignore[dict-item]
     assert not (tmp_path / "c").exists()
 
 
 def test_a_part_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
-    made = save_checkpoint(tmp_path, 1, {"adapter.model": {}}, {}, keep=1, host=HostFacts())
+    made = save_parts(tmp_path, 1, {"adapter.model": {}}, {}, keep=1, host=HostFacts())
     with pytest.raises(CheckpointError, match=r"has no part ema\.model, it has adapter\.model"):
         load_checkpoint(made).read_part("ema.model")
     assert "ema.model" not in load_checkpoint(made).parts and load_checkpoint(made).parts.get("ema.model") is None
@@ -241,7 +242,7 @@ def test_ctrl_c_in_the_middle_of_a_save_leaves_nothing_behind(tmp_path: Path) ->
     Interrupted.__name__ = "Tensor"
     tensor = torch.zeros(3).as_subclass(Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(tmp_path, 20, {"a": {"x": torch.zeros(5)}, "b": {"x": tensor}}, {}, keep=1, host=HostFacts())
+        save_parts(tmp_path, 20, {"a": {"x": torch.zeros(5)}, "b": {"x": tensor}}, {}, keep=1, host=HostFacts())
     assert tree(tmp_path) == before
 
 

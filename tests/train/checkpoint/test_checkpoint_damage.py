@@ -17,15 +17,16 @@ import xxhash
 from supertuner.core.errors import CheckpointError
 from supertuner.core.host import HostFacts
 from supertuner.train.checkpoint import tensor_file
+from supertuner.train.checkpoint.durable_save import load_latest
+from supertuner.train.checkpoint.load import find_checkpoints, load_checkpoint, verify_checkpoint
 from supertuner.train.checkpoint.manifest import json_bytes
-from supertuner.train.checkpoint.durable_save import find_checkpoints, load_checkpoint, load_latest, save_checkpoint, verify_checkpoint
 from tests.arena import faults
-from tests.train.checkpoints import parts_at, state_at, tree
+from tests.train.checkpoints import parts_at, save_parts, state_at, tree
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
-    return save_checkpoint(tmp_path / "c", 40, parts_at(40), state_at(40), keep=9, host=HostFacts())
+    return save_parts(tmp_path / "c", 40, parts_at(40), state_at(40), keep=9, host=HostFacts())
 
 
 def seal(checkpoint: Path, **changes: Any) -> None:
@@ -63,7 +64,7 @@ DAMAGES: dict[str, Callable[..., tuple[Callable[[], None], str]]] = {
 
 
 def test_every_flipped_bit_truncation_and_swap_is_found(tmp_path: Path, made: Path) -> None:
-    older = save_checkpoint(tmp_path / "c", 20, parts_at(20), state_at(20), keep=9, host=HostFacts())
+    older = save_parts(tmp_path / "c", 20, parts_at(20), state_at(20), keep=9, host=HostFacts())
     rng = random.Random(7)
     tried = dict.fromkeys(DAMAGES, 0)
     for _ in range(600):
@@ -264,8 +265,8 @@ def test_a_checkpoint_behind_a_link_is_used_and_only_the_link_is_removed(made: P
     os.rename(made, tmp_path / "elsewhere")
     os.symlink(tmp_path / "elsewhere", made)
     assert load_latest(made.parent) is not None, "a link that somebody made on purpose, to another disk, works"
-    save_checkpoint(made.parent, 40, parts_at(40, seed=1), state_at(40), keep=1, host=HostFacts())
-    save_checkpoint(made.parent, 50, parts_at(50), state_at(50), keep=1, host=HostFacts())
+    save_parts(made.parent, 40, parts_at(40, seed=1), state_at(40), keep=1, host=HostFacts())
+    save_parts(made.parent, 50, parts_at(50), state_at(50), keep=1, host=HostFacts())
     assert [found.step for found in find_checkpoints(made.parent)] == [50]
     assert verify_checkpoint(tmp_path / "elsewhere") == [], "and what it leads to is never removed"
 
@@ -298,6 +299,6 @@ def test_tensors_of_a_kind_with_hidden_parts_are_a_mistake_of_the_program(tmp_pa
         pass
 
     with pytest.raises(AssertionError, match="Quantised"):
-        save_checkpoint(tmp_path, 1, {"p": {"x": torch.zeros(3).as_subclass(Quantised)}}, {}, keep=1, host=HostFacts())
+        save_parts(tmp_path, 1, {"p": {"x": torch.zeros(3).as_subclass(Quantised)}}, {}, keep=1, host=HostFacts())
     with pytest.raises(AssertionError):
-        save_checkpoint(tmp_path, 1, {"../p": {}}, {}, keep=1, host=HostFacts())
+        save_parts(tmp_path, 1, {"../p": {}}, {}, keep=1, host=HostFacts())

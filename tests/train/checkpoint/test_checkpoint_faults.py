@@ -12,9 +12,9 @@ import torch
 
 from supertuner.core.errors import CheckpointError
 from supertuner.core.host import HostFacts
-from supertuner.train.checkpoint.durable_save import load_latest, save_checkpoint
+from supertuner.train.checkpoint.durable_save import load_latest
 from tests.small_disk import small
-from tests.train.checkpoints import tree
+from tests.train.checkpoints import save_parts, tree
 from tests.train.run_faults import run_saving_faults
 
 __all__ = ["small"]
@@ -75,11 +75,11 @@ def _by_name(calls: list[list[str]]) -> list[list[str]]:
 
 
 def test_a_disk_that_is_really_full_is_told_before_anything_is_written(small: Path) -> None:
-    kept = save_checkpoint(small / "checkpoints", 1, {"a": {"x": torch.zeros(100_000)}}, {}, keep=2, host=HostFacts())
+    kept = save_parts(small / "checkpoints", 1, {"a": {"x": torch.zeros(100_000)}}, {}, keep=2, host=HostFacts())
     before = tree(small)
     said = r"step 2 needs .* are free below .* are missing; .* intact: .*step-00000001"
     with pytest.raises(CheckpointError, match=said):
-        save_checkpoint(small / "checkpoints", 2, {"a": {"x": torch.zeros(200_000)}}, {}, keep=2, host=HostFacts())
+        save_parts(small / "checkpoints", 2, {"a": {"x": torch.zeros(200_000)}}, {}, keep=2, host=HostFacts())
     assert tree(small) == before
     found = load_latest(small / "checkpoints")
     assert found is not None and found.path == kept

@@ -20,11 +20,16 @@ from supertuner.core.errors import CheckpointError
 from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
 from supertuner.train.checkpoint import tensor_file
-from supertuner.train.checkpoint.parts import RowSelector, WantedRows
-from supertuner.train.checkpoint.durable_save import CheckpointSharding, find_checkpoints, load_checkpoint, load_latest, save_checkpoint, verify_checkpoint
-from supertuner.train.checkpoint.save_job import SaveAbandonedError
-from supertuner.train.checkpoint.sharded import discard_sharded_save
-from tests.train.checkpoints import bytes_of, forge_shard, state_at, tree
+from supertuner.train.checkpoint.durable_save import load_latest
+from supertuner.train.checkpoint.load import (
+    RowSelector,
+    WantedRows,
+    find_checkpoints,
+    load_checkpoint,
+    verify_checkpoint,
+)
+from supertuner.train.checkpoint.write import CheckpointSharding, SaveAbandonedError, discard_sharded_save
+from tests.train.checkpoints import bytes_of, forge_shard, save_parts, state_at, tree
 
 ROWS = {"a.weight": (7, 3), "b.weight": (2, 2, 5), "c.bias": (5,), "d.bias": (1,)}
 """Shapes that no number of processes divides."""
@@ -77,7 +82,7 @@ def save_one(
     parts, begins = shared_out(whole_parts(seed), rank, ranks)
     sharers = CheckpointSharding(rank, ranks, attempt, begins)
     state: dict[str, JSON] = state_at(step) if rank == 0 else {}
-    return save_checkpoint(
+    return save_parts(
         folder, step, parts, state, keep=2, host=host or HostFacts(), raise_if_abandoned=go_on, sharding=sharers
     )
 
@@ -131,7 +136,7 @@ def test_any_number_of_processes_reads_the_rows_that_it_has(tmp_path: Path, writ
     if writers:
         made = save_all(tmp_path / "c", writers)
     else:
-        made = save_checkpoint(tmp_path / "c", 40, whole_parts(), state_at(40), keep=2, host=HostFacts())
+        made = save_parts(tmp_path / "c", 40, whole_parts(), state_at(40), keep=2, host=HostFacts())
     for rank in range(readers):
         loaded = load_checkpoint(made, already_verified=rank > 0)
         expected, _ = shared_out(whole_parts(), rank, readers)
@@ -164,7 +169,7 @@ def test_torch_s_own_tool_puts_the_parts_together(tmp_path: Path) -> None:
 
 def test_nothing_is_seen_until_the_last_process_has_written(tmp_path: Path) -> None:
     folder, last = tmp_path / "c", threading.Event()
-    save_checkpoint(folder, 20, whole_parts(1), state_at(20), keep=2, host=HostFacts())
+    save_parts(folder, 20, whole_parts(1), state_at(20), keep=2, host=HostFacts())
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(save_one, folder, 0, 3)
         pool.submit(save_one, folder, 1, 3).result()
@@ -204,7 +209,7 @@ def test_a_process_of_a_job_that_is_gone_cannot_write_into_a_later_save(tmp_path
         assert inside.wait(60)
         made = save_all(folder, 2, attempt="new-1")
         go.set()
-        with pytest.raises(SaveAbandonedError, match="given up by the first process"):
+        with pytest.raises(SaveAbandonedError, match="rank 0 abandoned the checkpoint"):
             stale.result()
     assert verify_checkpoint(made) == [] and os.listdir(folder) == [made.name]
     for part, expected in whole_parts().items():
@@ -213,7 +218,7 @@ def test_a_process_of_a_job_that_is_gone_cannot_write_into_a_later_save(tmp_path
 
 def test_one_that_gives_up_leaves_nothing_and_what_was_there_stays(tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    save_checkpoint(folder, 20, whole_parts(1), state_at(20), keep=2, host=HostFacts())
+    save_parts(folder, 20, whole_parts(1), state_at(20), keep=2, host=HostFacts())
     before = tree(folder)
     stop = threading.Event()
 
@@ -301,7 +306,7 @@ def test_a_tensor_whose_last_rows_are_lost_is_refused_by_whoever_wants_any(
 def test_half_a_tensor_in_one_file_is_not_taken_for_the_half_of_a_process(tmp_path: Path) -> None:
     parts = whole_parts()
     parts["adapter.default"]["a.weight"] = parts["adapter.default"]["a.weight"][:4]
-    made = save_checkpoint(tmp_path / "c", 40, parts, state_at(40), keep=2, host=HostFacts())
+    made = save_parts(tmp_path / "c", 40, parts, state_at(40), keep=2, host=HostFacts())
     with pytest.raises(CheckpointError, match=r"a\.weight of adapter\.default ends as"):
         load_checkpoint(made).read_part("adapter.default", wanted_by(0, 2))
 
@@ -338,4 +343,4 @@ def test_commands_count_a_part_in_several_files_once(tmp_path: Path) -> None:
     assert found.parts == ("adapter.default", "optimizer.default", "random") and found.problem is None
     assert found.nbytes == sum(len(content) for name, content in bytes_of(made).items() if name != "manifest.json")
     checked = CliRunner().invoke(app, ["checkpoint", "verify", str(made)])
-    assert checked.exit_code == 0 and ": whole, step 40" in checked.stdout
+    assert checked.exit_code == 0 and ": intact, step 40" in checked.stdout

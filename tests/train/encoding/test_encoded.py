@@ -1,4 +1,4 @@
-"""Encoded data for training: the same bits whatever is cached where, made once, and refused where they cannot be."""
+"""EncodedCorpus: gives the same bits with every kind of cache, encodes each sample once, and refuses unusable data."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from supertuner.arena.run_context import RunContext
 from supertuner.core.errors import CacheError, ModelError
-from supertuner.core.events import MeasurementEvent, NullSink
+from supertuner.core.events import MeasurementEvent
 from supertuner.core.host import HostFacts
 from supertuner.core.types import MediaKind
 from supertuner.data.batching.decoder_pool import DecoderPool
 from supertuner.data.batching.render import caption_for_sample
 from supertuner.data.corpus_loader import open_corpus
-from supertuner.train.encoding.encoded_corpus import open_encoded_corpus
-from tests.cache.encoding import (
+from supertuner.train.encoding.corpus_caches import open_encoded_corpus
+from tests.data.media_files import png_claiming
+from tests.data.staging import RecordingSink
+from tests.train.encoding.encoding_helpers import (
     SoundEncoder,
     arenas,
     batches,
@@ -33,12 +36,10 @@ from tests.cache.encoding import (
     with_counting_encoders,
     without_caches,
 )
-from tests.data.media_files import png_claiming
-from tests.data.staging import RecordingSink
 
 
 def mixed(tmp_path: Path, cache: dict | None = None, **more):
-    """Pictures and videos, several captions, dropout, and two datasets that share a bucket."""
+    """Images and videos, several captions, dropout, and two datasets that share a bucket."""
     images = pictures(tmp_path / "images", 5)
     return config_of(
         tmp_path,
@@ -62,23 +63,23 @@ def mixed(tmp_path: Path, cache: dict | None = None, **more):
     ],
     ids=str,
 )
-def test_every_kind_of_cache_serves_the_bits_that_encoding_at_use_gives(tmp_path: Path, wan, cache: dict) -> None:
+def test_every_kind_of_cache_gives_the_bits_of_encoding_on_the_fly(tmp_path: Path, wan, cache: dict) -> None:
     config = mixed(tmp_path, cache)
     encoding = encoding_spec(*wan)
     with open_run(without_caches(config), encoding) as plain:
         expected = read_all_positions(*plain)
-    for _ in range(2):  # as it is made, and as it is found
+    for _ in range(2):  # first the cache is filled, then it is found
         with open_run(config, encoding) as cached:
             assert equal(read_all_positions(*cached), expected)
     assert all(latents["latents"].dtype == torch.bfloat16 for latents, _ in expected.values())
 
 
-def test_what_is_served_is_what_the_encoders_make_of_the_decoded_batch(tmp_path: Path, wan) -> None:
+def test_latents_and_texts_are_the_encoders_outputs_for_the_decoded_batch(tmp_path: Path, wan) -> None:
     config = mixed(tmp_path)
     encoding = encoding_spec(*wan)
     family, model = wan
-    media = family.media_encoder(model, encoding.device)
-    text = family.text_encoder(model, encoding.device, encoding.dtype)
+    media = family.build_media_encoder(model, encoding.device)
+    text = family.build_text_encoder(model, encoding.device, encoding.dtype)
     with open_run(config, encoding) as (corpus, encoded), DecoderPool(corpus, 2) as decoders:
         for micro in batches(corpus):
             batch = decoders.decode(micro)
@@ -87,7 +88,7 @@ def test_what_is_served_is_what_the_encoders_make_of_the_decoded_batch(tmp_path:
                 assert torch.equal(mine["embeds"], theirs["embeds"])
 
 
-def test_flux_is_cached_by_the_same_code(tmp_path: Path, flux) -> None:
+def test_flux_is_cached_with_the_same_bits(tmp_path: Path, flux) -> None:
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images"), "bucket_step": 16})
     with open_run(without_caches(config), encoding_spec(*flux)) as plain:
         expected = read_all_positions(*plain)
@@ -96,26 +97,26 @@ def test_flux_is_cached_by_the_same_code(tmp_path: Path, flux) -> None:
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_a_second_run_encodes_nothing_and_makes_no_encoder_if_the_cache_is_persistent(
-    tmp_path: Path, wan, persistent: bool
-) -> None:
+def test_a_second_run_builds_no_encoder_if_the_cache_is_persistent(tmp_path: Path, wan, persistent: bool) -> None:
     config = mixed(tmp_path, {"persistent_cache": persistent})
     family, count = with_counting_encoders(wan[0])
     with open_run(config, encoding_spec(family, wan[1])) as (corpus, encoded):
         assert count.made == ["media", "text"] and count.samples == 10
         read_all_positions(corpus, encoded)
-        assert count.samples == 10, "nothing is encoded while training"
-        assert sorted(set(count.captions)) == sorted(count.captions), "each text once"
+        assert count.samples == 10, "nothing is encoded during training"
+        assert sorted(set(count.captions)) == sorted(count.captions), "each text is encoded once"
         assert "" in count.captions and "sks, red, round, number 3" in count.captions
     family, count = with_counting_encoders(wan[0])
     with open_run(config, encoding_spec(family, wan[1])):
         assert count.made == ([] if persistent else ["media", "text"])
     kept = [name for name in arenas(tmp_path / "runs" / "cache") if name.startswith(("latents", "text"))]
     assert len(kept) == (2 if persistent else 0)
-    assert not [name for name in arenas(tmp_path / "ram") if name.startswith(("latents", "text"))], "ends with the run"
+    assert not [name for name in arenas(tmp_path / "ram") if name.startswith(("latents", "text"))], (
+        "removed when the run ends"
+    )
 
 
-def test_a_dataset_that_grew_has_only_its_new_samples_encoded(tmp_path: Path, wan) -> None:
+def test_only_the_new_samples_of_a_grown_dataset_are_encoded(tmp_path: Path, wan) -> None:
     folder = pictures(tmp_path / "images", 4)
     config = config_of(tmp_path, {"instance_data_dir": folder}, cache={"persistent_cache": True})
     with open_run(config, encoding_spec(*wan)):
@@ -135,17 +136,17 @@ def test_equal_files_under_two_names_are_encoded_once(tmp_path: Path, wan) -> No
         assert count.samples == 3
 
 
-def test_encoding_shows_its_progress_and_its_figures(tmp_path: Path, wan) -> None:
-    told = RecordingSink()
-    with open_run(mixed(tmp_path), encoding_spec(*wan), told):
+def test_encoding_shows_progress_and_emits_figures(tmp_path: Path, wan) -> None:
+    sink = RecordingSink()
+    with open_run(mixed(tmp_path), encoding_spec(*wan), sink):
         pass
-    assert ("encoding samples", 10, 0) in told.phases
-    assert [title for title, _, _ in told.phases] == ["encoding samples", "encoding captions"]
-    figures = {event.what: event.figures for event in told.events if isinstance(event, MeasurementEvent)}
+    assert ("encoding samples", 10, 0) in sink.phases
+    assert [title for title, _, _ in sink.phases] == ["encoding samples", "encoding captions"]
+    figures = {event.what: event.figures for event in sink.events if isinstance(event, MeasurementEvent)}
     assert figures["cache.latents"]["made"] == 10
 
 
-def test_a_run_that_ends_within_an_epoch_encodes_only_what_it_draws(tmp_path: Path, wan) -> None:
+def test_a_run_that_ends_within_an_epoch_encodes_only_the_samples_it_draws(tmp_path: Path, wan) -> None:
     family, count = with_counting_encoders(wan[0])
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 8)})
     with open_run(config, encoding_spec(family, wan[1]), until=3) as (corpus, encoded):
@@ -156,21 +157,23 @@ def test_a_run_that_ends_within_an_epoch_encodes_only_what_it_draws(tmp_path: Pa
         assert count.samples == 3
         beyond = encoded.latents(last), encoded.texts(last)
     with open_run(config, encoding_spec(*wan)) as (_, encoded):
-        assert torch.equal(beyond[0]["latents"], encoded.latents(last)["latents"]), "what nobody foresaw is made at use"
+        assert torch.equal(beyond[0]["latents"], encoded.latents(last)["latents"]), (
+            "an unplanned sample is encoded when it is used"
+        )
         assert all(torch.equal(a["embeds"], b["embeds"]) for a, b in zip(beyond[1], encoded.texts(last), strict=True))
 
 
-def test_held_out_data_pass_through_a_corpus_of_their_own(tmp_path: Path, wan) -> None:
+def test_held_out_data_share_cache_entries_with_training_data(tmp_path: Path, wan) -> None:
     encoding = encoding_spec(*wan)
     train = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)})
     held = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "held", 6), "id": "held"})
     family, count = with_counting_encoders(wan[0])
-    with open_run(train, encoding) as one, open_run(held, encoding_spec(family, wan[1])) as other:
-        assert count.samples == 2, "four of the six are the training pictures, encoded already"
-        assert len(read_all_positions(*one)) == 8 and len(read_all_positions(*other)) == 12
+    with open_run(train, encoding) as trained, open_run(held, encoding_spec(family, wan[1])) as held_out:
+        assert count.samples == 2, "four of the six images equal training images, which are encoded already"
+        assert len(read_all_positions(*trained)) == 8 and len(read_all_positions(*held_out)) == 12
 
 
-def test_a_bucket_that_the_model_cannot_take_is_refused_before_anything_is_encoded(tmp_path: Path, wan) -> None:
+def test_an_unsupported_bucket_is_refused_before_anything_is_encoded(tmp_path: Path, wan) -> None:
     family, count = with_counting_encoders(wan[0])
     folder = videos(tmp_path / "videos")
     config = config_of(tmp_path, {"instance_data_dir": folder, "dataset_type": "video", "frames": 6})
@@ -181,7 +184,7 @@ def test_a_bucket_that_the_model_cannot_take_is_refused_before_anything_is_encod
     assert not count.made
 
 
-def test_sound_is_refused_by_a_model_of_pictures(tmp_path: Path, wan) -> None:
+def test_audio_is_refused_by_an_image_and_video_model(tmp_path: Path, wan) -> None:
     config = config_of(tmp_path, {"instance_data_dir": sounds(tmp_path / "sounds"), "dataset_type": "audio"})
     config = config.model_copy(
         update={"datasets": (config.datasets[0].model_copy(update={"audio": short_sounds(config)}),)}
@@ -196,9 +199,11 @@ def short_sounds(config):
     )
 
 
-def test_sounds_pass_through_caches_and_collation(tmp_path: Path, wan) -> None:
-    family = dataclasses.replace(wan[0], media_encoder=lambda *_: SoundEncoder(), why_not=lambda *_: None)
-    model = dataclasses.replace(wan[1], kinds=frozenset({MediaKind.AUDIO}))
+def test_audio_is_cached_with_the_same_bits(tmp_path: Path, wan) -> None:
+    family = dataclasses.replace(
+        wan[0], build_media_encoder=lambda *_: SoundEncoder(), unsupported_reason=lambda *_: None
+    )
+    model = dataclasses.replace(wan[1], media_kinds=frozenset({MediaKind.AUDIO}))
     config = config_of(tmp_path, {"instance_data_dir": sounds(tmp_path / "sounds", 5), "dataset_type": "audio"})
     config = config.model_copy(
         update={"datasets": (config.datasets[0].model_copy(update={"audio": short_sounds(config)}),)}
@@ -211,16 +216,16 @@ def test_sounds_pass_through_caches_and_collation(tmp_path: Path, wan) -> None:
     assert len(shapes) >= 2 and all("loudness" in latents for latents, _ in expected.values())
 
 
-def test_a_file_that_does_not_decode_is_named_with_the_setting_that_finds_such_files(tmp_path: Path, wan) -> None:
+def test_a_file_that_does_not_decode_is_named_together_with_the_stricter_check(tmp_path: Path, wan) -> None:
     folder = pictures(tmp_path / "images", 3)
-    (folder / "p9.png").write_bytes(png_claiming(64, 64))  # its structure is whole, its picture is not
+    (folder / "p9.png").write_bytes(png_claiming(64, 64))  # its structure is complete, its pixels are not
     config = config_of(tmp_path, {"instance_data_dir": folder})
     with pytest.raises(CacheError) as caught, open_run(config, encoding_spec(*wan)):
         pass
     assert "'p9'" in str(caught.value) and 'check: "decode"' in str(caught.value)
 
 
-def test_a_damaged_entry_of_a_persistent_cache_is_encoded_again_before_it_is_served(tmp_path: Path, wan) -> None:
+def test_a_damaged_entry_of_a_persistent_cache_is_encoded_again_before_it_is_used(tmp_path: Path, wan) -> None:
     config = config_of(
         tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)}, cache={"persistent_cache": True}
     )
@@ -230,14 +235,14 @@ def test_a_damaged_entry_of_a_persistent_cache_is_encoded_again_before_it_is_ser
     content = bytearray(data.read_bytes())
     content[4096 + 10] ^= 1
     data.write_bytes(content)
-    told = RecordingSink()
+    sink = RecordingSink()
     family, count = with_counting_encoders(wan[0])
-    with open_run(config, encoding_spec(family, wan[1]), told) as cached:
+    with open_run(config, encoding_spec(family, wan[1]), sink) as cached:
         assert equal(read_all_positions(*cached), expected)
-    assert count.samples == 1 and "made again" in told.warnings()
+    assert count.samples == 1 and "made again" in sink.warnings()
 
 
-def test_a_damaged_entry_of_a_mapped_file_stops_with_its_name_and_the_remedy(tmp_path: Path, wan) -> None:
+def test_a_damaged_entry_of_a_mapped_file_raises_an_error_with_file_and_remedy(tmp_path: Path, wan) -> None:
     cache = {"persistent_cache": True, "vae_cache_type": "disk"}
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)}, cache=cache)
     with open_run(config, encoding_spec(*wan)):
@@ -250,21 +255,23 @@ def test_a_damaged_entry_of_a_mapped_file_stops_with_its_name_and_the_remedy(tmp
         read_all_positions(*cached)
 
 
-def test_too_little_disk_is_said_before_it_is_full(tmp_path: Path, wan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_will_not_fit_is_refused_before_the_disk_is_full(
+    tmp_path: Path, wan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_of(
         tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)}, cache={"persistent_cache": True}
     )
-    with open_corpus(config, host=HostFacts(), sink=NullSink(), progress=NullSink()) as corpus:
+    context = RunContext.silent(tmp_path / "run")
+    with open_corpus(config, context) as corpus:
         monkeypatch.setattr(HostFacts, "free_bytes", lambda self, folder: 9000)
-        around = {"run_folder": tmp_path / "run", "host": HostFacts(), "sink": NullSink(), "progress": NullSink()}
         with (
             pytest.raises(CacheError, match=r"4 entries need about .* missing; .*cache_dir"),
-            open_encoded_corpus(config, corpus, encoding_spec(*wan), **around),
+            open_encoded_corpus(config, corpus, encoding_spec(*wan), context),
         ):
             pass
 
 
-def test_a_folder_with_other_things_in_it_is_not_taken_for_a_cache(tmp_path: Path, wan) -> None:
+def test_a_folder_with_other_files_is_not_used_as_a_cache(tmp_path: Path, wan) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "mine.jpg").write_bytes(b"")
     cache = {"persistent_cache": True, "cache_dir": tmp_path / "photos"}
@@ -274,26 +281,26 @@ def test_a_folder_with_other_things_in_it_is_not_taken_for_a_cache(tmp_path: Pat
     assert (tmp_path / "photos" / "mine.jpg").exists()
 
 
-def test_captions_are_those_of_the_loader_whatever_the_rules(tmp_path: Path, wan) -> None:
+def test_cached_captions_are_those_that_are_drawn(tmp_path: Path, wan) -> None:
     folder = pictures(tmp_path / "images", 5, captions=False)
     for number in range(4):
         (folder / f"p{number}.txt").write_text("\n".join(f"a {n}, b, [trigger]" for n in range(number)))
     rules = {"several": True, "dropout": 0.25, "trigger_word": "sks"}
     config = config_of(tmp_path, {"instance_data_dir": folder, "captions": rules})
     encoding = encoding_spec(*wan)
-    text = wan[0].text_encoder(wan[1], encoding.device, encoding.dtype)
+    text = wan[0].build_text_encoder(wan[1], encoding.device, encoding.dtype)
     seen = set()
     with open_run(config, encoding) as (corpus, encoded):
         for micro in batches(corpus, epochs=6):
             rows = zip(micro.draws.sample.tolist(), micro.draws.cycle.tolist(), strict=True)
-            captions = [caption_for_sample(corpus.seed, corpus.datasets[0], sample, turn) for sample, turn in rows]
+            captions = [caption_for_sample(corpus.seed, corpus.datasets[0], sample, cycle) for sample, cycle in rows]
             seen.update(captions)
             for mine, theirs in zip(encoded.texts(micro), text.encode(captions), strict=True):
                 assert torch.equal(mine["embeds"], theirs["embeds"])
     assert {"", "sks", "a 0, b, sks", "a 2, b, sks"} <= seen
 
 
-def test_a_batch_owns_its_latents(tmp_path: Path, wan) -> None:
+def test_writing_to_a_batch_s_latents_does_not_change_the_cache(tmp_path: Path, wan) -> None:
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)})
     with open_run(config, encoding_spec(*wan)) as (corpus, encoded):
         micro = batches(corpus)[0]
@@ -305,19 +312,19 @@ def test_a_batch_owns_its_latents(tmp_path: Path, wan) -> None:
 
 
 @pytest.mark.parametrize("cache", [{}, {"persistent_cache": True}, {"vae_cache_type": "disk"}])
-def test_a_start_that_fails_at_its_second_cache_gives_back_the_first(tmp_path: Path, wan, cache: dict) -> None:
-    """Looked at while the error is held, and with it every frame that it came through."""
+def test_a_failure_at_the_second_cache_closes_the_first(tmp_path: Path, wan, cache: dict) -> None:
+    """Checked while the exception, and with it every frame of its traceback, is still referenced."""
     family, model = wan
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 3)}, cache=cache)
 
     class Broken:
-        def __init__(self, *of) -> None:
+        def __init__(self, *args) -> None:
             raise ModelError("the text encoder is not there; put it back")
 
-    broken = dataclasses.replace(family, text_encoder=Broken)
+    broken = dataclasses.replace(family, build_text_encoder=Broken)
     with pytest.raises(ModelError) as caught, open_run(config, encoding_spec(broken, model)):
         pass
     assert "put it back" in str(caught.value)
     maps = Path("/proc/self/maps").read_text().splitlines()
-    held = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    assert [one for one in (*maps, *held) if str(tmp_path) in one and "/latents-" in one] == []
+    open_files = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert [path for path in (*maps, *open_files) if str(tmp_path) in path and "/latents-" in path] == []

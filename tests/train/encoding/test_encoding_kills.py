@@ -1,4 +1,4 @@
-"""A whole start of a run, killed while it encodes with a real encoder: the next one goes on, to the same bits."""
+"""Runs killed while they encode with a real encoder: the next one continues and gives the same bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from supertuner.config.settings.run_config import RunConfig
-from tests.cache.encoding import (
+from tests.children import begin, ended, kill
+from tests.train.encoding.encoding_helpers import (
     arenas,
     config_of,
     encoding_spec,
@@ -21,7 +22,6 @@ from tests.cache.encoding import (
     tiny,
     with_counting_encoders,
 )
-from tests.children import begin, ended, kill
 
 
 def start(config: RunConfig, model: Path) -> None:
@@ -30,7 +30,7 @@ def start(config: RunConfig, model: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [None, "refresh_each_epoch"])
-def test_starts_that_are_killed_while_caching_end_with_the_same_bits(tmp_path: Path, wan, mode: str | None) -> None:
+def test_a_run_after_killed_ones_gives_the_same_bits(tmp_path: Path, wan, mode: str | None) -> None:
     changing = {"augment": {"flip": 0.5}, "augmentations_cache_mode": mode} if mode else {}
     config = config_of(
         tmp_path,
@@ -42,7 +42,7 @@ def test_starts_that_are_killed_while_caching_end_with_the_same_bits(tmp_path: P
         expected = read_all_positions(*run)
     rng, died, model = random.Random(3), 0, Path(wan[1].source.path)
 
-    assert ended(begin(start, config, model)) == 0  # the first also starts the process that children come from
+    assert ended(begin(start, config, model)) == 0  # the first one also starts the fork server
     began = time.perf_counter()
     assert ended(begin(start, config, model)) == 0
     usual_s = time.perf_counter() - began
@@ -54,5 +54,5 @@ def test_starts_that_are_killed_while_caching_end_with_the_same_bits(tmp_path: P
     with open_run(config, encoding_spec(family, wan[1]), until=20) as run:
         assert equal(read_all_positions(*run), expected)
     assert count.samples <= 10 + 10 + 4
-    left = [name for name in arenas(tmp_path / "ram") if name.startswith(("latents", "text"))]
-    assert left == [], "what killed starts began is finished or removed"
+    leftovers = [name for name in arenas(tmp_path / "ram") if name.startswith(("latents", "text"))]
+    assert leftovers == [], "unfinished arenas of killed runs are finished or removed"

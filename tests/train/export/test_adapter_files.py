@@ -20,7 +20,8 @@ from supertuner.models.adapters.keys import AdapterTensorName, format_key, read_
 from supertuner.models.adapters.keys_convert import adapter_layers
 from supertuner.models.adapters.keys_modules import FAMILY_LAYERS
 from supertuner.models.adapters.keys_schemes import COMFYUI_SCHEMES, KEY_SCHEMES, KEY_STYLES, KeyScheme, comfyui_reads
-from supertuner.models.families.wan22.tiny import TinyWan, build_pipeline
+from supertuner.models.families.tiny_pipelines import build_pipeline
+from supertuner.models.families.wan22.tiny import TinyWan
 from supertuner.tools.adapter_export import export_adapter
 from supertuner.train.export.adapter_files import (
     convert_adapter,

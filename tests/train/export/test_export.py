@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
+from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import TrainError
-from supertuner.core.events import NullSink
-from supertuner.core.host import HostFacts
 from supertuner.train.export.export import export
-from supertuner.train.setup import RunContext, open_run
+from supertuner.train.setup import open_run
 from tests.train.runs import config
 
 
@@ -26,7 +25,7 @@ def test_an_export_that_finds_no_room_is_told_and_leaves_what_was_there(
     file = config(tmp_path, "a", adapter=adapter)
     folder = tmp_path / "a" / "run"
     folder.mkdir(parents=True)
-    with open_run(load_config(file).config, "run", folder, RunContext(NullSink(), NullSink(), HostFacts())) as run:
+    with open_run(load_config(file).config, RunContext.silent(folder)) as run:
         whole = {path: path.stat().st_size for path in export(run)}
         before, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
@@ -44,7 +43,7 @@ def test_an_exported_file_is_not_in_memory_as_a_whole(tmp_path: Path) -> None:
     file = config(tmp_path, "a", adapter={"rank": 1024}, model={"experts": "high_noise"}, train={"ema_decay": None})
     folder = tmp_path / "a" / "run"
     folder.mkdir(parents=True)
-    with open_run(load_config(file).config, "run", folder, RunContext(NullSink(), NullSink(), HostFacts())) as run:
+    with open_run(load_config(file).config, RunContext.silent(folder)) as run:
         export(run)  # all that is imported late
         tracemalloc.start()
         (made,) = export(run)

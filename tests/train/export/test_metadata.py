@@ -9,13 +9,12 @@ from pathlib import Path
 from safetensors import safe_open
 from typer.testing import CliRunner
 
+from supertuner.arena.run_context import RunContext
 from supertuner.cli import app
 from supertuner.config.sources.load import load_config
-from supertuner.core.events import NullSink
-from supertuner.core.host import HostFacts
 from supertuner.train.export.adapter_files import open_adapter
 from supertuner.train.export.export import export
-from supertuner.train.setup import RunContext, open_run
+from supertuner.train.setup import open_run
 from tests.train.runs import config
 
 
@@ -23,7 +22,7 @@ def exported(tmp_path: Path) -> list[Path]:
     file = config(tmp_path, "a", adapter={"rank": 3, "alpha": 1.5}, optimizer={"learning_rate": 3e-4})
     folder = tmp_path / "a" / "run"
     folder.mkdir(parents=True)
-    with open_run(load_config(file).config, "run", folder, RunContext(NullSink(), NullSink(), HostFacts())) as run:
+    with open_run(load_config(file).config, RunContext.silent(folder)) as run:
         return export(run)
 
 

@@ -11,11 +11,12 @@ from supertuner.core.events import NullSink
 from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement, WeightPlacement
 from supertuner.plan.placement.planner import ExpertPlan
 from supertuner.plan.placement.replan import PlanAssumptions, TransferCounters
+from supertuner.step.expert_swap import ExpertSwap
 from supertuner.step.window import held_out_losses
 from supertuner.train.offload.apply import OffloadedExpert, apply_plan
-from supertuner.train.offload.swappable_expert import ExpertSwap, SwappableExpert
 from supertuner.train.offload.host_memory import HostMemoryPool
 from supertuner.train.offload.manager import OffloadManager
+from supertuner.train.offload.swappable_expert import PlannedSwappableExpert
 from supertuner.train.offload.transfer import CopyPair, SynchronousTransfer, TransferEvent
 from tests.train.offload.making import (
     CPU,
@@ -79,7 +80,7 @@ def test_experts_with_streamed_blocks_take_turns_whatever_becomes_of_activations
     for name, one in zip(names, guests, strict=True):
         turns.add(
             name,
-            SwappableExpert(
+            PlannedSwappableExpert(
                 apply_plan_synchronously(one, a_plan(one.module, WeightPlacement.STREAMED, fate, idle_at_home=True))
             ),
         )

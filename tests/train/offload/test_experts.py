@@ -10,8 +10,9 @@ import torch
 
 from supertuner.models.adapters.attach import TrainableExpert, temporary_weights
 from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement, WeightPlacement
+from supertuner.step.expert_swap import ExpertSwap
 from supertuner.step.window import ExpertState, WindowResult, held_out_losses
-from supertuner.train.offload.swappable_expert import ExpertSwap, SwappableExpert
+from supertuner.train.offload.swappable_expert import PlannedSwappableExpert
 from tests.train.offload.making import (
     OffloadCase,
     a_plan,
@@ -78,7 +79,7 @@ def test_experts_in_turn_train_as_experts_side_by_side(
     ]
     turns = ExpertSwap()
     for name, acting in zip(NAMES, actings, strict=True):
-        turns.add(name, SwappableExpert(acting))
+        turns.add(name, PlannedSwappableExpert(acting))
     wanted, seen = course(case, alone)
     results, looks = course(case, guests)
     assert results == wanted
@@ -94,7 +95,7 @@ def test_experts_in_turn_train_as_experts_side_by_side(
 
 def test_an_expert_at_home_has_no_bytes_of_its_own_on_the_device() -> None:
     """Its frozen weights at home are the same bytes each time: nothing is copied back."""
-    guest = SwappableExpert(
+    guest = PlannedSwappableExpert(
         apply_plan_synchronously(
             OffloadCase().expert_state(), a_plan(OffloadCase().expert_state().module, idle_at_home=True)
         )
@@ -104,6 +105,6 @@ def test_an_expert_at_home_has_no_bytes_of_its_own_on_the_device() -> None:
     there = {name: p.data_ptr() for name, p in guest.offloaded.expert_state.module.named_parameters()}
     assert all(there[name] != home for name, home in homes.items())
     sent = guest.offloaded.transfer.counters.sent_bytes
-    guest.move_to_host()
+    guest.move_to_host(trained=False)
     assert {name: p.data_ptr() for name, p in guest.offloaded.expert_state.module.named_parameters()} == homes
     assert guest.offloaded.transfer.counters.sent_bytes == sent

@@ -19,7 +19,7 @@ from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.plan.sample_requests import SampleSize, ValidationSamplePlan
 from supertuner.step.precision import ComputePrecision
 from supertuner.step.window import ExpertState, StepOptions, prepare_for_training, train_window
-from tests.step.making import build_wan_batch
+from tests.step.step_builders import build_wan_batch
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from supertuner.train.validation.held_out_loss import (
     sigma_noise_seed,
     with_sigma,
 )
-from tests.step.making import build_wan_batch
+from tests.step.step_builders import build_wan_batch
 from tests.train.validation.making import RecordingSink, training
 
 HIGH, LOW = Expert("high_noise", "transformer", sigma_min=0.875), Expert("low_noise", "transformer_2", sigma_max=0.875)
@@ -138,5 +138,5 @@ def test_a_line_gives_the_exact_number_back_and_none_for_what_is_none() -> None:
 def test_a_batch_keeps_everything_but_noise_and_levels() -> None:
     [probe] = probes([[5]])
     batch: StepBatch = with_sigma(probe, 0.25, 0)
-    same = replace(probe.batch, noise=batch.noise, levels=batch.sigmas)
+    same = replace(probe.batch, noise=batch.noise, sigmas=batch.sigmas)
     assert same.latents is batch.latents and same.positions == batch.positions and same.text is batch.text

@@ -16,8 +16,9 @@ import torch
 from PIL import Image
 from torch import nn
 
+from supertuner.arena.run_context import RunContext
 from supertuner.core.errors import TrainError
-from supertuner.core.events import MeasurementEvent, NullSink
+from supertuner.core.events import MeasurementEvent
 from supertuner.data.decode.video import decode_video
 from supertuner.models.family_registry import load_family
 from supertuner.models.spec import ModelSource, SampleRequest
@@ -30,6 +31,8 @@ from supertuner.train.validation.sample_images import (
 )
 from tests.train.validation.making import CPU, TrainingStub, a_plan, training
 
+RUN_CONTEXT = RunContext.silent(Path("r"))
+
 
 def samples(
     run: TrainingStub,
@@ -40,7 +43,7 @@ def samples(
 ) -> MeasurementEvent:
     modules = [trainee.module for trainee in run.expert_states]
     return make_samples(
-        plan, run.sampler, run="a run", step=step, modules=modules, folder=folder, progress=NullSink(), weights=weights
+        plan, run.sampler, RunContext.silent(Path("a run")), step=step, modules=modules, folder=folder, weights=weights
     )
 
 
@@ -171,7 +174,7 @@ class SeedSampler:
 def drawn(
     sampler: SeedSampler, folder: Path, plan: ValidationSamplePlan, modules: Sequence[nn.Module] = ()
 ) -> MeasurementEvent:
-    return make_samples(plan, sampler, run="r", step=1, modules=modules, folder=folder, progress=NullSink())
+    return make_samples(plan, sampler, RUN_CONTEXT, step=1, modules=modules, folder=folder)
 
 
 def test_a_folder_that_is_the_same_stays_and_one_that_differs_is_replaced(tmp_path: Path) -> None:
@@ -205,7 +208,7 @@ def test_what_a_kill_left_is_finished_off_by_the_next_samples(tmp_path: Path) ->
     (tmp_path / ".writing-step-00000009").mkdir()
     (tmp_path / ".writing-step-00000009" / "half.png").write_bytes(b"half")
     plan = a_plan()
-    make_samples(plan, SeedSampler(), run="r", step=2, modules=(), folder=tmp_path, progress=NullSink())
+    make_samples(plan, SeedSampler(), RUN_CONTEXT, step=2, modules=(), folder=tmp_path)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
     assert contents(tmp_path / "step-00000001") == before
 
@@ -242,11 +245,10 @@ def test_weights_are_put_back_when_a_sampler_fails(tmp_path: Path) -> None:
         make_samples(
             a_plan(),
             SeedSampler(fail_at=1),
-            run="r",
+            RUN_CONTEXT,
             step=1,
             modules=(),
             folder=tmp_path,
-            progress=NullSink(),
             weights=EvaluationWeights("EMA", lent),
         )
     assert said == ["lent", "back"]
@@ -261,5 +263,5 @@ def test_a_model_that_starts_from_a_picture_gets_one(tiny_wan_image_to_video: Mo
     with_image = ValidationSamplePlan(
         plan.prompts, (first,), plan.seeds, plan.size, plan.fps, "", plan.inference_steps, plan.guidance_scale
     )
-    make_samples(with_image, sampler, run="r", step=1, modules=(), folder=tmp_path, progress=NullSink())
+    make_samples(with_image, sampler, RUN_CONTEXT, step=1, modules=(), folder=tmp_path)
     assert (tmp_path / "step-00000001" / "grid.mp4").is_file()

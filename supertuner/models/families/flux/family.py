@@ -1,52 +1,60 @@
-"""Flux: pictures from captions, one expert, with guidance as an input (dev) or without (schnell)."""
+"""Flux: text-to-image with one expert; guidance is an input of the model (dev), or there is none (schnell)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from supertuner.core.types import MediaKind
-from supertuner.models import loading
-from supertuner.models import pipeline_files as reading
 from supertuner.models.adapters.targets import JOINT_ATTENTION, target_presets
-from supertuner.models.families.flux.encoders import build_text_encoder
-from supertuner.models.families.flux.sampler import COMPONENTS, build_sampler
-from supertuner.models.families.flux.shapes import (
+from supertuner.models.families.flux.tiny import TinyFlux
+from supertuner.models.families.image_common import (
+    PATCH_SIZE,
+    ImageFamily,
+    ImageSampling,
+    build_sampler,
+    image_model,
     pack_latents,
-    token_coordinates,
-    token_count,
     unpack_latents,
-    unsupported_reason,
 )
-from supertuner.models.families.flux.tiny import write_tiny_pipeline
-from supertuner.models.families.image_common import build_media_encoder
-from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource, Tensors
+from supertuner.models.families.text_common import CaptionEncoder, load_text_towers
+from supertuner.models.families.tiny_pipelines import write_pipeline
+from supertuner.models.pipeline_files import largest_shift, read_pipeline
+from supertuner.models.spec import ModelDescription, ModelSource, SampleRequest, Tensors
 
 NAME: Final = "flux"
+COMPONENTS: Final = (
+    "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler",
+)  # fmt: skip
+MAX_TEXT_TOKENS: Final = 512
 TRAINING_GUIDANCE: Final = 1.0
-"""What a distilled model is told while it learns: no guidance, so that what it learns is the data."""
+"""The guidance input of a distilled model during training: 1 is no guidance, so that the model learns the data."""
 
 
 def read_model(source: ModelSource) -> ModelDescription:
-    source, index = reading.read_index(source, NAME)
-    configs = reading.read_component_configs(source, index, COMPONENTS)
+    source, configs = read_pipeline(source, NAME, COMPONENTS)
     distilled = configs["transformer"].get("guidance_embeds")
-    return ModelDescription(
-        source=source,
-        title=f"Flux, {'guidance is an input' if distilled else 'without guidance'}",
-        experts=(Expert("model", "transformer"),),
-        media_kinds=frozenset({MediaKind.IMAGE}),
-        shift=reading.largest_shift(source, configs, 1.15),
-        configs=configs,
-    )
+    title = f"Flux, {'guidance is an input' if distilled else 'without guidance'}"
+    return image_model(source, configs, title=title, shift=largest_shift(source, configs, 1.15))
 
 
-def text_files(model: ModelDescription) -> Sequence[Path]:
-    return reading.component_files(model.source, ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> CaptionEncoder:
+    """`embeds` by T5 and `pooled` by CLIP, equal to the bit to what the pipeline computes.
+
+    The pipeline gives T5 no mask, so the rows after the end of a caption depend on the caption and the denoiser reads
+    them: all 512 rows are stored. CLIP contributes only a summary and reads 77 tokens of any caption, so a caption
+    counts as truncated only if T5 truncates it.
+    """
+    clip, t5 = load_text_towers(model, ("", "_2"), device, dtype)
+
+    def encode(caption: str) -> Tensors:
+        pooled = clip.run(caption, clip.max_length).pooler_output
+        embeds = t5.run(caption, MAX_TEXT_TOKENS).last_hidden_state
+        return {"embeds": embeds[0].cpu().clone(), "pooled": pooled[0].cpu().clone()}
+
+    return CaptionEncoder([clip, t5], encode, lambda caption: t5.exceeds(caption, MAX_TEXT_TOKENS))
 
 
 def denoise(
@@ -57,7 +65,7 @@ def denoise(
     text: Tensors,
     conditions: Tensors,
 ) -> torch.Tensor:
-    """As the pipeline calls it: tokens in rows, where each stands, and the level as it is (the model multiplies)."""
+    """Calls the transformer as the pipeline does: packed tokens, their coordinates, and sigmas without a factor."""
     embeds = text["embeds"]
     has_guidance_input = bool(model.configs["transformer"].get("guidance_embeds"))
     predicted = module(
@@ -73,30 +81,32 @@ def denoise(
     return unpack_latents(predicted, noisy.shape)
 
 
-def pad_text(model: ModelDescription, captions: Sequence[Tensors]) -> Tensors:
-    """All captions have the same length: see `FluxTextEncoder`."""
-    return {name: torch.stack([caption[name] for caption in captions]) for name in ("embeds", "pooled")}
+def token_coordinates(shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """(0, row, column) of each token."""
+    rows, columns = shape[-2] // PATCH_SIZE, shape[-1] // PATCH_SIZE
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    coordinates = torch.stack([torch.zeros_like(row), row, column], dim=-1)
+    return coordinates.reshape(-1, 3).to(device, torch.float32)
+
+
+def _unpack_sample(pipeline: Any, packed: torch.Tensor, request: SampleRequest) -> torch.Tensor:
+    latents: torch.Tensor = pipeline._unpack_latents(packed, request.height, request.width, pipeline.vae_scale_factor)
+    return latents
 
 
 _MLP: Final = ("net.0.proj", "net.2", "proj_mlp", "proj_out")
 _OTHER_LINEAR: Final = ("x_embedder", "context_embedder", "linear_1", "linear_2", "linear")
-"""Embedders, and the layers that modulate norms; schnell has one embedder less, so they are named by their endings."""
+"""Embedders, and the layers that modulate norms. schnell has one embedder less, so they are named by their endings."""
 
-FAMILY: Final = Family(
+FAMILY: Final = ImageFamily(
     name=NAME,
-    prediction="flow",
     read_model=read_model,
-    media_files=reading.vae_files,
-    text_files=text_files,
-    build_media_encoder=build_media_encoder,
     build_text_encoder=build_text_encoder,
-    unsupported_reason=unsupported_reason,
-    load_denoiser=loading.load_denoiser,
     denoise=denoise,
-    pad_text=pad_text,
-    token_count=token_count,
-    build_sampler=build_sampler,
+    # Flux is distilled: its pipeline takes no negative prompt.
+    build_sampler=partial(
+        build_sampler, sampling=ImageSampling(call_arguments=lambda _request: {}, unpack_latents=_unpack_sample)
+    ),
     target_presets=target_presets(JOINT_ATTENTION, _MLP, _OTHER_LINEAR),
-    export_prefix={"transformer": "transformer"},
-    write_tiny_pipeline=write_tiny_pipeline,
+    write_tiny_pipeline=partial(write_pipeline, TinyFlux()),
 )

@@ -1,22 +1,53 @@
-"""What Qwen-Image makes of pictures and captions: the inputs of its pipeline, to the bit.
+"""The inputs that Qwen-Image's pipeline computes from images and captions, equal to the bit.
 
-Samples are encoded one by one: what is stored about a sample does not depend on what was encoded beside it.
+Samples are encoded one by one: what is stored about a sample does not depend on the samples beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 
 from supertuner.models import loading
-from supertuner.models.families.qwen_image.prompts import TEXT_TO_IMAGE
+from supertuner.models.families.text_common import CaptionEncoder, load_text_towers
 from supertuner.models.spec import ModelDescription, Tensors
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    """The chat prompt that Qwen's pipelines put around a caption."""
+
+    template: str
+    prefix_tokens: int
+    """Leading tokens that are the same for every caption; the denoiser does not get them."""
+    max_caption_tokens: int | None
+    """The largest number of tokens after the prefix that the denoiser gets; None: no limit."""
+
+    def with_caption(self, caption: str) -> str:
+        return self.template.replace("{}", caption)
+
+
+TEXT_TO_IMAGE: Final = PromptTemplate(
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+    prefix_tokens=34,
+    max_caption_tokens=512,
+)
+IMAGE_EDIT: Final = PromptTemplate(
+    "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
+    "that meets the user's requirements while maintaining consistency with the original input where appropriate."
+    "<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n",
+    prefix_tokens=64,
+    max_caption_tokens=None,
+)
+
+
 class QwenMediaEncoder:
-    """The VAE is one of videos; a picture is a video of one frame, and its latents are kept without that dimension."""
+    """Encodes an image as a video of one frame, because the VAE is made for videos; latents have no frames."""
 
     def __init__(self, vae: Any, device: torch.device) -> None:
         self._vae = vae.to(device)
@@ -27,60 +58,53 @@ class QwenMediaEncoder:
 
     @torch.no_grad()
     def encode(self, media: torch.Tensor) -> Tensors:
-        return {"latents": torch.cat([self.encode_one(picture) for picture in media.unbind()]).cpu()}
+        return {"latents": torch.cat([self._encode_one(image) for image in media.unbind()]).cpu()}
 
-    def encode_one(self, image: torch.Tensor) -> torch.Tensor:
+    def _encode_one(self, image: torch.Tensor) -> torch.Tensor:
         pixels = image[None, :, None].to(self._device, torch.float32) / 255.0 * 2.0 - 1.0
         mode = self._vae.encode(pixels).latent_dist.mode()
         latents: torch.Tensor = (mode - self._mean) / self._std
         return latents[:, :, 0]
 
 
-class QwenTextEncoder:
-    """The last hidden states of a language model that is asked to describe a picture, without those of the question."""
-
-    def __init__(self, tokenizer: Any, encoder: Any, device: torch.device) -> None:
-        self._tokenizer = tokenizer
-        self._encoder = encoder.to(device)
-        self._device = device
-        self.truncated_captions = 0
-
-    @torch.no_grad()
-    def encode(self, captions: Sequence[str]) -> list[Tensors]:
-        return [{"embeds": self._encode_one(caption)} for caption in captions]
-
-    def _encode_one(self, caption: str) -> torch.Tensor:
-        """Read whole, and then cut: later tokens have no influence on earlier ones."""
-        assert TEXT_TO_IMAGE.max_caption_tokens is not None
-        start, end = TEXT_TO_IMAGE.prefix_tokens, TEXT_TO_IMAGE.prefix_tokens + TEXT_TO_IMAGE.max_caption_tokens
-        tokens = self._tokenizer([TEXT_TO_IMAGE.with_caption(caption)], return_tensors="pt", verbose=False)
-        self.truncated_captions += tokens.input_ids.shape[1] > end
-        hidden = self._encoder(
-            input_ids=tokens.input_ids[:, :end].to(self._device),
-            attention_mask=tokens.attention_mask[:, :end].to(self._device),
-            output_hidden_states=True,
-            logits_to_keep=1,  # it would predict a word of 150,000 behind each; nobody asks for them
-        ).hidden_states[-1]
-        assert isinstance(hidden, torch.Tensor)
-        return hidden[0, start:].cpu().clone()
-
-
 def build_media_encoder(model: ModelDescription, device: torch.device) -> QwenMediaEncoder:
     return QwenMediaEncoder(loading.load_module(model, "vae", torch.float32), device)
 
 
-def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> QwenTextEncoder:
-    return QwenTextEncoder(
-        loading.load_tokenizer_or_scheduler(model, "tokenizer"),
-        loading.load_module(model, "text_encoder", dtype),
-        device,
-    )
+def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> CaptionEncoder:
+    """`embeds`: the language model's last hidden states of the prompt, without those of the prefix.
+
+    The prompt is tokenized whole and then cut, as in the pipeline; in a causal model later tokens do not influence
+    earlier ones.
+    """
+    (tower,) = load_text_towers(model, ("",), device, dtype)
+    assert TEXT_TO_IMAGE.max_caption_tokens is not None
+    start, end = TEXT_TO_IMAGE.prefix_tokens, TEXT_TO_IMAGE.prefix_tokens + TEXT_TO_IMAGE.max_caption_tokens
+
+    def encode(caption: str) -> Tensors:
+        tokens = tower.tokenizer([TEXT_TO_IMAGE.with_caption(caption)], return_tensors="pt", verbose=False)
+        hidden = last_hidden_state(
+            tower.encoder,
+            input_ids=tokens.input_ids[:, :end].to(device),
+            attention_mask=tokens.attention_mask[:, :end].to(device),
+        )
+        return {"embeds": hidden[0, start:].cpu().clone()}
+
+    return CaptionEncoder([tower], encode, lambda caption: tower.exceeds(TEXT_TO_IMAGE.with_caption(caption), end))
+
+
+def last_hidden_state(encoder: Any, **inputs: Any) -> torch.Tensor:
+    """The last hidden states of a Qwen2.5-VL model for these inputs."""
+    # Without logits_to_keep it would compute logits over 150,000 words for every token, which nothing uses.
+    hidden = encoder(**inputs, output_hidden_states=True, logits_to_keep=1).hidden_states[-1]
+    assert isinstance(hidden, torch.Tensor)
+    return hidden
 
 
 def pad_text(model: ModelDescription, captions: Sequence[Tensors]) -> Tensors:
-    """Zeros up to the longest, and a mask that says so; captions of one length have none, as in the pipeline."""
+    """Pads with zeros to the longest caption and adds a mask; without padding there is no mask, as in the pipeline."""
     embeds = [caption["embeds"] for caption in captions]
-    lengths = torch.tensor([len(one) for one in embeds])
+    lengths = torch.tensor([len(rows) for rows in embeds])
     padded = {"embeds": torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)}
     if bool((lengths != lengths[0]).any()):
         token_indices = torch.arange(padded["embeds"].shape[1])

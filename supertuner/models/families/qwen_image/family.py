@@ -1,68 +1,74 @@
-"""Qwen-Image: pictures from captions, one expert, told by a language model."""
+"""Qwen-Image: text-to-image with one expert and a language model as text encoder."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, Final
 
+import diffusers
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from supertuner.core.errors import ModelError
-from supertuner.core.types import MediaKind
-from supertuner.models import loading
-from supertuner.models import pipeline_files as reading
 from supertuner.models.adapters.targets import JOINT_ATTENTION, target_presets
-from supertuner.models.families.flux.shapes import pack_latents, token_count, unpack_latents
-from supertuner.models.families.qwen_image.encoders import build_media_encoder, build_text_encoder, pad_text
-from supertuner.models.families.qwen_image.sampler import COMPONENTS, build_sampler
-from supertuner.models.families.qwen_image.shapes import token_grid, unsupported_reason
-from supertuner.models.families.qwen_image.tiny import write_tiny_pipeline
-from supertuner.models.pipeline_files import ConfigDict
-from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource, Tensors
+from supertuner.models.families.image_common import (
+    PATCH_SIZE,
+    ImageFamily,
+    image_model,
+    image_request_problem,
+    pack_latents,
+    unpack_latents,
+)
+from supertuner.models.families.qwen_image.encoders import (
+    TEXT_TO_IMAGE,
+    build_media_encoder,
+    build_text_encoder,
+    pad_text,
+)
+from supertuner.models.families.qwen_image.tiny import TinyQwen
+from supertuner.models.families.sampling_common import (
+    eval_with_autocast,
+    pipeline_components,
+    require_possible,
+    to_uint8,
+)
+from supertuner.models.families.tiny_pipelines import write_pipeline
+from supertuner.models.pipeline_files import ConfigDict, positive_number, read_pipeline
+from supertuner.models.spec import ModelDescription, ModelSource, SampleRequest, Tensors
 
 NAME: Final = "qwen-image"
+COMPONENTS: Final = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
 REFERENCE_TOKENS: Final = 4096
-"""Of a picture of 1024×1024."""
+"""Tokens of an image of 1024×1024 pixels."""
 
 
 def read_model(source: ModelSource) -> ModelDescription:
-    source, index = reading.read_index(source, NAME)
-    configs = reading.read_component_configs(source, index, COMPONENTS)
+    source, configs = read_pipeline(source, NAME, COMPONENTS)
     require_supported(source, configs)
-    return ModelDescription(
-        source=source,
-        title="Qwen-Image",
-        experts=(Expert("model", "transformer"),),
-        media_kinds=frozenset({MediaKind.IMAGE}),
-        shift=scheduler_shift(source, configs),
-        configs=configs,
-    )
+    return image_model(source, configs, title="Qwen-Image", shift=scheduler_shift(source, configs))
 
 
 def require_supported(source: ModelSource, configs: Mapping[str, ConfigDict]) -> None:
     for key in ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope"):
         if configs["transformer"].get(key):
-            raise ModelError(f"{source.path}: the config of transformer: {key} is true, which is not trained here")
+            raise ModelError(f"{source.path}: transformer/config.json: {key} is true, which is not supported")
 
 
 def scheduler_shift(source: ModelSource, configs: Mapping[str, ConfigDict]) -> float:
-    """With dynamic shifting the scheduler's shift grows with the picture; this is that of 1024×1024."""
-    if not configs["scheduler"].get("use_dynamic_shifting"):
-        return reading.positive_number(source, configs, "scheduler", ("shift",), 1.0)
+    """The scheduler's shift. With dynamic shifting it grows with the image; this is the shift at 1024×1024."""
 
     def entry(key: str, default: float) -> float:
-        return reading.positive_number(source, configs, "scheduler", (key,), default)
+        return positive_number(source, configs, "scheduler", (key,), default)
 
+    if not configs["scheduler"].get("use_dynamic_shifting"):
+        return entry("shift", 1.0)
     low, high = entry("base_shift", 0.5), entry("max_shift", 1.15)
     few, many = entry("base_image_seq_len", 256), entry("max_image_seq_len", 4096)
     return math.exp(low + (high - low) * (REFERENCE_TOKENS - few) / (many - few))
-
-
-def text_files(model: ModelDescription) -> Sequence[Path]:
-    return reading.component_files(model.source, ("text_encoder", "tokenizer"))
 
 
 def denoise(
@@ -73,7 +79,7 @@ def denoise(
     text: Tensors,
     conditions: Tensors,
 ) -> torch.Tensor:
-    """As the pipeline calls it: tokens in rows, how many rows and columns they were, and the level as it is."""
+    """Calls the transformer as the pipeline does: packed tokens, their grid, and sigmas without a factor."""
     return unpack_latents(
         predict_tokens(module, pack_latents(noisy), [token_grid(noisy.shape)], sigmas, text), noisy.shape
     )
@@ -82,7 +88,7 @@ def denoise(
 def predict_tokens(
     module: nn.Module, packed: torch.Tensor, grids: Sequence[tuple[int, int, int]], sigmas: torch.Tensor, text: Tensors
 ) -> Any:
-    """What the module says about tokens of pictures of these grids, one behind the other."""
+    """The prediction for the tokens of one or more images per sample, concatenated, with these grids."""
     return module(
         hidden_states=packed,
         timestep=sigmas,
@@ -95,36 +101,68 @@ def predict_tokens(
     )[0]
 
 
+def token_grid(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Frames, rows and columns of tokens of latents of this shape (… H W)."""
+    return 1, shape[-2] // PATCH_SIZE, shape[-1] // PATCH_SIZE
+
+
+class QwenSampler:
+    """Samples through the diffusers pipeline. Guidance is a second prediction for the negative prompt; the pipeline
+    rescales the result to the norm of the first prediction."""
+
+    def __init__(self, model: ModelDescription, pipeline: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self._model, self._pipeline, self._device, self._dtype = model, pipeline, device, dtype
+        pipeline.set_progress_bar_config(disable=True)
+
+    @torch.no_grad()
+    def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
+        problem = image_request_problem(self._model, request)
+        require_possible(request, problem or too_few_steps_reason(self._pipeline.scheduler, request))
+        guided = request.guidance_scale > 1
+        with eval_with_autocast([self._pipeline.transformer], self._device, self._dtype):
+            images = self._pipeline(
+                prompt=request.prompt,
+                negative_prompt=request.negative_prompt if guided else None,
+                true_cfg_scale=request.guidance_scale,
+                height=request.height,
+                width=request.width,
+                num_inference_steps=request.inference_steps,
+                generator=torch.Generator().manual_seed(request.seed),
+                max_sequence_length=TEXT_TO_IMAGE.max_caption_tokens,
+                output_type="np",
+            ).images
+        return to_uint8(images)
+
+
+def too_few_steps_reason(scheduler: Any, request: SampleRequest) -> str | None:
+    """A scheduler with `shift_terminal` moves its last sigma there and scales the others, which needs at least two."""
+    if request.inference_steps > 1 or not scheduler.config.shift_terminal:
+        return None
+    return f"inference_steps is {request.inference_steps}, and this model's scheduler needs at least 2"
+
+
+def build_sampler(
+    model: ModelDescription, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype
+) -> QwenSampler:
+    """The pipeline around `modules`; other components are loaded. Its VAE decodes in fp32."""
+    pipeline = diffusers.QwenImagePipeline(**pipeline_components(model, modules, device, dtype))
+    return QwenSampler(model, pipeline, device, dtype)
+
+
 _MLP: Final = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 _OTHER_LINEAR: Final = (
-    "img_mod.1",
-    "txt_mod.1",
-    "img_in",
-    "txt_in",
-    "linear_1",
-    "linear_2",
-    "norm_out.linear",
-    "proj_out",
-)
+    "img_mod.1", "txt_mod.1", "img_in", "txt_in", "linear_1", "linear_2", "norm_out.linear", "proj_out",
+)  # fmt: skip
 """Layers that modulate norms, embedders, and the last layers."""
 
-TARGET_PRESETS: Final[Mapping[str, Sequence[str]]] = target_presets(JOINT_ATTENTION, _MLP, _OTHER_LINEAR)
-
-FAMILY: Final = Family(
+FAMILY: Final = ImageFamily(
     name=NAME,
-    prediction="flow",
     read_model=read_model,
-    media_files=reading.vae_files,
-    text_files=text_files,
     build_media_encoder=build_media_encoder,
     build_text_encoder=build_text_encoder,
-    unsupported_reason=unsupported_reason,
-    load_denoiser=loading.load_denoiser,
     denoise=denoise,
     pad_text=pad_text,
-    token_count=token_count,
     build_sampler=build_sampler,
-    target_presets=TARGET_PRESETS,
-    export_prefix={"transformer": "transformer"},
-    write_tiny_pipeline=write_tiny_pipeline,
+    target_presets=target_presets(JOINT_ATTENTION, _MLP, _OTHER_LINEAR),
+    write_tiny_pipeline=partial(write_pipeline, TinyQwen()),
 )

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Qwen-Image-Edit."""

@@ -1,53 +1,46 @@
-"""Qwen-Image-Edit: a picture changed as a caption says; Qwen-Image with that picture beside noise and text."""
+"""Qwen-Image-Edit: changes an image as a caption says; Qwen-Image with the tokens of that image beside the noise."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import torch
 from torch import nn
+from transformers import Qwen2VLImageProcessorPil
 
 from supertuner.core.errors import ModelError
-from supertuner.core.types import MediaKind
-from supertuner.models import pipeline_files as reading
-from supertuner.models.families.flux.shapes import pack_latents, unpack_latents
+from supertuner.models import pipeline_files
+from supertuner.models.families.image_common import image_model, pack_latents, unpack_latents
 from supertuner.models.families.qwen_image import family as qwen_image
-from supertuner.models.families.qwen_image.sampler import COMPONENTS
-from supertuner.models.families.qwen_image.shapes import token_grid
-from supertuner.models.families.qwen_image_edit import sampler as qwen_image_edit_sampler
+from supertuner.models.families.qwen_image.tiny import TinyQwen
 from supertuner.models.families.qwen_image_edit.encoders import build_text_encoder
-from supertuner.models.families.qwen_image_edit.tiny import write_tiny_pipeline
-from supertuner.models.spec import Expert, ModelDescription, ModelSampler, ModelSource, Tensors
+from supertuner.models.families.qwen_image_edit.sampler import QwenEditSampler
+from supertuner.models.families.sampling_common import pipeline_components
+from supertuner.models.families.tiny_pipelines import build_pipeline
+from supertuner.models.library_logging import quiet_libraries
+from supertuner.models.pipeline_files import INDEX_NAME
+from supertuner.models.spec import ModelDescription, ModelSource, Tensors
 
 NAME: Final = "qwen-image-edit"
 
 
 def read_model(source: ModelSource) -> ModelDescription:
-    source, index = reading.read_index(source, NAME)
-    configs = reading.read_component_configs(source, index, COMPONENTS)
+    source, configs = pipeline_files.read_pipeline(source, NAME, qwen_image.COMPONENTS)
     qwen_image.require_supported(source, configs)
-    if not index.get("processor"):
-        raise ModelError(f"{source.path}: its {reading.INDEX_NAME} names no processor, which this family needs")
-    return ModelDescription(
-        source=source,
-        title="Qwen-Image-Edit",
-        experts=(Expert("model", "transformer"),),
-        media_kinds=frozenset({MediaKind.IMAGE}),
-        shift=qwen_image.scheduler_shift(source, configs),
-        configs=configs,
-        edits_images=True,
-    )
+    if not configs[""].get("processor"):
+        raise ModelError(f"{source.path}: its {INDEX_NAME} names no processor, which this family needs")
+    shift = qwen_image.scheduler_shift(source, configs)
+    return image_model(source, configs, title="Qwen-Image-Edit", shift=shift, edits_images=True)
 
 
 def text_files(model: ModelDescription) -> Sequence[Path]:
-    folder = reading.pipeline_folder(model.source, ("processor",)) / "processor"
-    processor_files = sorted(
-        file for file in folder.iterdir() if file.suffix in reading.CONFIG_SUFFIXES and file.is_file()
-    )
-    return (*qwen_image.text_files(model), *processor_files)
+    folder = pipeline_files.pipeline_folder(model.source, ("processor",)) / "processor"
+    return (*pipeline_files.text_files(model), *pipeline_files.config_files(folder))
 
 
 def denoise(
@@ -58,20 +51,35 @@ def denoise(
     text: Tensors,
     conditions: Tensors,
 ) -> torch.Tensor:
-    """As the pipeline calls it: the tokens of the picture to change behind those of the noise, and left out after."""
+    """Calls the transformer as the pipeline does: the reference image's tokens follow those of the noisy latents, and
+    the predictions for them are dropped."""
     reference = conditions["condition"].to(noisy.dtype)
     tokens = pack_latents(noisy)
     packed = torch.cat([tokens, pack_latents(reference)], dim=1)
-    predicted = qwen_image.predict_tokens(
-        module, packed, [token_grid(noisy.shape), token_grid(reference.shape)], sigmas, text
-    )
+    grids = [qwen_image.token_grid(noisy.shape), qwen_image.token_grid(reference.shape)]
+    predicted = qwen_image.predict_tokens(module, packed, grids, sigmas, text)
     return unpack_latents(predicted[:, : tokens.shape[1]], noisy.shape)
 
 
 def build_sampler(
     model: ModelDescription, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype
-) -> ModelSampler:
-    return qwen_image_edit_sampler.build_sampler(model, denoise, modules, device, dtype)
+) -> QwenEditSampler:
+    return QwenEditSampler(model, pipeline_components(model, modules, device, dtype), denoise, device, dtype)
+
+
+def write_pipeline(sizes: TinyQwen, folder: Path, seed: int) -> None:
+    """Write the tiny Qwen-Image with an image processor into a new folder with the layout of repositories on the hub.
+
+    The index is edited by hand: creating the pipeline's processor class needs torchvision.
+    """
+    pipeline = build_pipeline(sizes, seed)
+    with quiet_libraries():
+        pipeline.save_pretrained(folder)
+        pipeline.tokenizer.save_pretrained(folder / "processor")
+        Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 1280).save_pretrained(folder / "processor")
+    index = json.loads((folder / INDEX_NAME).read_bytes())
+    index |= {"_class_name": "QwenImageEditPipeline", "processor": ["transformers", "Qwen2VLProcessor"]}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
 FAMILY: Final = replace(
@@ -82,5 +90,5 @@ FAMILY: Final = replace(
     build_text_encoder=build_text_encoder,
     denoise=denoise,
     build_sampler=build_sampler,
-    write_tiny_pipeline=write_tiny_pipeline,
+    write_tiny_pipeline=partial(write_pipeline, TinyQwen()),
 )

@@ -1,7 +1,7 @@
-"""Samples of Qwen-Image-Edit: the loop of its pipeline, with the picture in the size that it has.
+"""Samples of Qwen-Image-Edit: the denoising loop of its pipeline, with the reference image at its own size.
 
-The pipeline itself makes every picture one of a megapixel, and wants torchvision. In all else they are the same, to the
-bit; a test holds them against each other.
+The diffusers pipeline resizes every reference image to one megapixel and needs torchvision. In all other respects the
+results are equal to the bit; a test compares them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_shif
 from numpy.typing import NDArray
 from torch import nn
 
-from supertuner.core.errors import ModelError
-from supertuner.models.families import sampling_common as sampling
-from supertuner.models.families.flux.shapes import pack_latents, unpack_latents
+from supertuner.models.families.image_common import (
+    image_request_problem,
+    pack_latents,
+    pixels_per_latent,
+    unpack_latents,
+    unsupported_reason,
+)
 from supertuner.models.families.qwen_image.encoders import QwenMediaEncoder
-from supertuner.models.families.qwen_image.sampler import COMPONENTS, too_few_steps_reason
-from supertuner.models.families.qwen_image.shapes import pixels_per_latent, unsupported_reason
+from supertuner.models.families.qwen_image.family import too_few_steps_reason
 from supertuner.models.families.qwen_image_edit.encoders import QwenEditTextEncoder, load_processor
+from supertuner.models.families.sampling_common import eval_with_autocast, require_possible, to_uint8
 from supertuner.models.spec import ModelDescription, SampleRequest, Tensors
 
 FamilyDenoise = Callable[[ModelDescription, nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
@@ -37,6 +41,7 @@ class QwenEditSampler:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        """`denoise` is the family's function of that name."""
         self._model, self._denoise, self._device, self._dtype = model, denoise, device, dtype
         self._module, self._vae, self._scheduler = components["transformer"], components["vae"], components["scheduler"]
         self._media_encoder = QwenMediaEncoder(components["vae"], device)
@@ -44,23 +49,18 @@ class QwenEditSampler:
 
     @torch.no_grad()
     def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
-        if reason := self._unsupported_reason(request):
-            raise ModelError(f"the sample {request.prompt!r} cannot be made: {reason}")
+        require_possible(request, self._unsupported_reason(request))
         reference = torch.from_numpy(np.array(request.image)).permute(2, 0, 1)
-        with sampling.eval_with_autocast([self._module], self._device, self._dtype):
+        with eval_with_autocast([self._module], self._device, self._dtype):
             latents = self._denoise_loop(request, reference)
-        return sampling.to_uint8(self._decode(latents))
+        return to_uint8(self._decode(latents))
 
     def _unsupported_reason(self, request: SampleRequest) -> str | None:
         if request.image is None:
-            return "it has no picture, and this model changes one"
-        if request.frames != 1:
-            return f"it has {request.frames} frames, and Qwen-Image-Edit makes pictures"
+            return "it has no reference image, and this model edits one"
         if reason := unsupported_reason(self._model, (3, *request.image.shape[:2])):
-            return f"of the picture to change: {reason}"
-        return unsupported_reason(self._model, (3, request.height, request.width)) or too_few_steps_reason(
-            self._scheduler, request
-        )
+            return f"its reference image: {reason}"
+        return image_request_problem(self._model, request) or too_few_steps_reason(self._scheduler, request)
 
     def _denoise_loop(self, request: SampleRequest, reference: torch.Tensor) -> torch.Tensor:
         guided = request.guidance_scale > 1
@@ -84,7 +84,7 @@ class QwenEditSampler:
 
     def _encode_prompt(self, prompt: str, reference: torch.Tensor) -> Tensors:
         (fields,) = self._text_encoder.encode_with_images([prompt], [reference])
-        return {name: one[None].to(self._device) for name, one in fields.items()}
+        return {name: tensor[None].to(self._device) for name, tensor in fields.items()}
 
     def _initial_noise(self, request: SampleRequest, dtype: torch.dtype) -> torch.Tensor:
         scale_factor = pixels_per_latent(self._model)
@@ -116,20 +116,8 @@ class QwenEditSampler:
 
 
 def _apply_guidance(conditional: torch.Tensor, negative: torch.Tensor, scale: float) -> torch.Tensor:
-    """Away from the negative prompt's prediction, in the norm of the prompt's."""
+    """Classifier-free guidance, rescaled per token to the norm of the conditional prediction, as in the pipeline."""
     combined = negative + scale * (conditional - negative)
-    norm, combined_norm = (torch.linalg.vector_norm(one, dim=-1, keepdim=True) for one in (conditional, combined))
+    norm, combined_norm = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (conditional, combined))
     rescaled: torch.Tensor = combined * (norm / combined_norm)
     return rescaled
-
-
-def build_sampler(
-    model: ModelDescription,
-    denoise: FamilyDenoise,
-    modules: Mapping[str, nn.Module],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> QwenEditSampler:
-    return QwenEditSampler(
-        model, sampling.pipeline_components(model, modules, COMPONENTS, device, dtype), denoise, device, dtype
-    )

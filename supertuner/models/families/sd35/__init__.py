@@ -1,1 +1,1 @@
-"""To be written."""
+"""Stable Diffusion 3 and 3.5."""

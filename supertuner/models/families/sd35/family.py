@@ -1,44 +1,89 @@
-"""Stable Diffusion 3 and 3.5: pictures from captions by flow matching, with three text encoders and one expert."""
+"""Stable Diffusion 3 and 3.5: text-to-image by flow matching, with three text encoders and one expert."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Final
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
-from supertuner.core.types import MediaKind
-from supertuner.models import loading
-from supertuner.models import pipeline_files as reading
 from supertuner.models.adapters.targets import JOINT_ATTENTION, target_presets
-from supertuner.models.families import image_common as pictures
-from supertuner.models.families.sd35.encoders import build_text_encoder
-from supertuner.models.families.sd35.sampler import COMPONENTS, build_sampler, patch_size, unsupported_reason
-from supertuner.models.families.sd35.tiny import write_tiny_pipeline
-from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource, Tensors
+from supertuner.models.families.image_common import (
+    ImageFamily,
+    ImageSampling,
+    build_sampler,
+    image_model,
+    image_unsupported_reason,
+    pixels_per_latent,
+)
+from supertuner.models.families.sd35.tiny import TinySd35
+from supertuner.models.families.text_common import CaptionEncoder, load_text_towers
+from supertuner.models.families.tiny_pipelines import write_pipeline
+from supertuner.models.pipeline_files import largest_shift, read_pipeline
+from supertuner.models.spec import ModelDescription, ModelSource, Tensors
 
 NAME: Final = "sd3.5"
+COMPONENTS: Final = (
+    "transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2",
+    "tokenizer_3", "scheduler",
+)  # fmt: skip
+MAX_TEXT_TOKENS: Final = 256
+"""Tokens that T5 reads: the pipeline's default."""
 
 
 def read_model(source: ModelSource) -> ModelDescription:
-    source, index = reading.read_index(source, NAME)
-    configs = reading.read_component_configs(source, index, COMPONENTS)
-    return ModelDescription(
-        source=source,
-        title=f"Stable Diffusion {'3.5' if configs['transformer'].get('qk_norm') else '3'}",
-        experts=(Expert("model", "transformer"),),
-        media_kinds=frozenset({MediaKind.IMAGE}),
-        shift=reading.largest_shift(source, configs, 1.16),
-        configs=configs,
-    )
+    source, configs = read_pipeline(source, NAME, COMPONENTS)
+    title = f"Stable Diffusion {'3.5' if configs['transformer'].get('qk_norm') else '3'}"
+    return image_model(source, configs, title=title, shift=largest_shift(source, configs, 1.16))
 
 
-def text_files(model: ModelDescription) -> Sequence[Path]:
-    return reading.component_files(
-        model.source, tuple(part for part in COMPONENTS if part.startswith(("text", "token")))
-    )
+def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> CaptionEncoder:
+    """`embeds`: 77 rows of both CLIPs side by side, padded with zeros to T5's width, and 256 rows of T5; `pooled`: both
+    CLIPs' summaries. Equal to the bit to what the pipeline computes.
+
+    No encoder gets a mask, so every row depends on the caption and all are stored. CLIP reads 77 tokens of any caption,
+    so a caption counts as truncated only if T5 truncates it.
+    """
+    *clips, t5 = load_text_towers(model, ("", "_2", "_3"), device, dtype)
+
+    def encode(caption: str) -> Tensors:
+        outputs = [clip.run(caption, clips[0].max_length, output_hidden_states=True) for clip in clips]
+        clip_embeds = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)
+        t5_embeds = t5.run(caption, MAX_TEXT_TOKENS)[0]
+        embeds = torch.cat([pad(clip_embeds, (0, t5_embeds.shape[-1] - clip_embeds.shape[-1])), t5_embeds], dim=-2)
+        return {"embeds": embeds[0].cpu(), "pooled": torch.cat([output[0] for output in outputs], dim=-1)[0].cpu()}
+
+    return CaptionEncoder([*clips, t5], encode, lambda caption: t5.exceeds(caption, MAX_TEXT_TOKENS))
+
+
+def unsupported_reason(model: ModelDescription, shape: tuple[int, ...]) -> str | None:
+    """Sides must be whole patches, and within the positions that the model has embeddings for."""
+    multiple = pixels_per_latent(model) * _patch_size(model)
+    if (reason := image_unsupported_reason(shape, multiple)) is not None:
+        return reason
+    max_side = _transformer_integer(model, "pos_embed_max_size", 96) * multiple
+    if max(shape[1:]) > max_side:
+        return f"it is {shape[2]}×{shape[1]}, and this model has positions for at most {max_side} pixels per side"
+    return None
+
+
+def token_count(model: ModelDescription, shape: tuple[int, ...]) -> int:
+    """Latents have the shape CHW."""
+    _, height, width = shape
+    return (height // _patch_size(model)) * (width // _patch_size(model))
+
+
+def _patch_size(model: ModelDescription) -> int:
+    """Latents per token along each side."""
+    return _transformer_integer(model, "patch_size", 2)
+
+
+def _transformer_integer(model: ModelDescription, key: str, default: int) -> int:
+    value = model.configs["transformer"].get(key, default)
+    assert isinstance(value, int)
+    return value
 
 
 def denoise(
@@ -49,7 +94,7 @@ def denoise(
     text: Tensors,
     conditions: Tensors,
 ) -> torch.Tensor:
-    """As the pipeline calls it: latents as they are, and the level in thousandths."""
+    """Calls the transformer as the pipeline does: unpacked latents, and sigmas times 1000."""
     predicted: torch.Tensor = module(
         hidden_states=noisy,
         timestep=sigmas * 1000,
@@ -60,37 +105,19 @@ def denoise(
     return predicted
 
 
-def pad_text(model: ModelDescription, captions: Sequence[Tensors]) -> Tensors:
-    """All captions have the same length: see `Sd35TextEncoder`."""
-    return {name: torch.stack([caption[name] for caption in captions]) for name in ("embeds", "pooled")}
-
-
-def token_count(model: ModelDescription, shape: tuple[int, ...]) -> int:
-    """Latents are CHW."""
-    _, height, width = shape
-    return (height // patch_size(model)) * (width // patch_size(model))
-
-
 _MLP: Final = ("net.0.proj", "net.2")
 _OTHER_LINEAR: Final = ("context_embedder", "linear_1", "linear_2", "linear", "proj_out")
 """Embedders, the layers that modulate norms, and the last layer."""
 
-FAMILY: Final = Family(
+FAMILY: Final = ImageFamily(
     name=NAME,
-    prediction="flow",
     read_model=read_model,
-    media_files=reading.vae_files,
-    text_files=text_files,
-    build_media_encoder=pictures.build_media_encoder,
     build_text_encoder=build_text_encoder,
     unsupported_reason=unsupported_reason,
-    load_denoiser=loading.load_denoiser,
     denoise=denoise,
-    pad_text=pad_text,
     token_count=token_count,
-    build_sampler=build_sampler,
+    build_sampler=partial(build_sampler, sampling=ImageSampling(unsupported_reason)),
     target_presets=target_presets(JOINT_ATTENTION, _MLP, _OTHER_LINEAR),
-    export_prefix={"transformer": "transformer"},
-    write_tiny_pipeline=write_tiny_pipeline,
+    write_tiny_pipeline=partial(write_pipeline, TinySd35()),
     batched_guidance=True,
 )

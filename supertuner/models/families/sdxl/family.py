@@ -1,9 +1,9 @@
-"""Stable Diffusion XL: pictures from captions by a UNet that predicts noise, or velocity, at one of 1000 timesteps."""
+"""Stable Diffusion XL: text-to-image by a UNet that predicts epsilon or v at one of its scheduler's timesteps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, Final
 
 import diffusers
@@ -11,66 +11,114 @@ import torch
 from torch import nn
 
 from supertuner.core.errors import ModelError
-from supertuner.core.types import MediaKind
-from supertuner.models import loading
-from supertuner.models import pipeline_files as reading
 from supertuner.models.adapters.targets import SELF_ATTENTION, target_presets
-from supertuner.models.families import image_common as pictures
-from supertuner.models.families.sdxl.encoders import build_text_encoder, pad_text
-from supertuner.models.families.sdxl.sampler import COMPONENTS, build_sampler, unsupported_reason
-from supertuner.models.families.sdxl.tiny import write_tiny_pipeline
+from supertuner.models.families.image_common import (
+    ImageFamily,
+    ImageSampling,
+    build_sampler,
+    image_model,
+    image_unsupported_reason,
+    pixels_per_latent,
+)
+from supertuner.models.families.sdxl.tiny import TinySdxl
+from supertuner.models.families.text_common import CaptionEncoder, load_text_towers, stack_text
+from supertuner.models.families.tiny_pipelines import write_pipeline
 from supertuner.models.library_logging import quiet_libraries
 from supertuner.models.objective.diffusion import timestep_index
 from supertuner.models.objective.snr import scheduler_alphas_cumprod
-from supertuner.models.pipeline_files import ConfigDict
-from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource, PredictionType, Tensors
+from supertuner.models.pipeline_files import ConfigDict, read_pipeline
+from supertuner.models.spec import Expert, ModelDescription, ModelSource, PredictionType, Tensors
 
 NAME: Final = "sdxl"
+COMPONENTS: Final = ("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
 PREDICTION_TYPES: Final[dict[str, PredictionType]] = {"epsilon": "epsilon", "v_prediction": "v"}
-"""A scheduler's `prediction_type` → our word for it."""
+"""`prediction_type` of a scheduler's config → our name."""
 
 
 def read_model(source: ModelSource) -> ModelDescription:
-    source, index = reading.read_index(source, NAME)
-    configs = reading.read_component_configs(source, index, COMPONENTS)
+    source, configs = read_pipeline(source, NAME, COMPONENTS)
     prediction_type = str(configs["scheduler"].get("prediction_type", "epsilon"))
     if prediction_type not in PREDICTION_TYPES:
         raise ModelError(
-            f"{source.path}: its scheduler says prediction_type {prediction_type!r}; trained are {', '.join(PREDICTION_TYPES)}"
+            f"{source.path}: its scheduler has prediction_type {prediction_type!r}; supported are "
+            f"{', '.join(PREDICTION_TYPES)}"
         )
-    return ModelDescription(
-        source=source,
-        title=f"Stable Diffusion XL, {'noise' if prediction_type == 'epsilon' else 'velocity'} is predicted",
+    return image_model(
+        source,
+        configs,
+        title=f"Stable Diffusion XL, predicts {'noise' if prediction_type == 'epsilon' else 'velocity'}",
         experts=(Expert("model", "unet"),),
-        media_kinds=frozenset({MediaKind.IMAGE}),
         shift=1.0,
-        configs=configs,
         micro_conditioning=True,
         prediction=PREDICTION_TYPES[prediction_type],
-        alphas_cumprod=_alphas_cumprod(source, index, configs["scheduler"]),
+        alphas_cumprod=_alphas_cumprod(source, str(configs[""]["scheduler"][1]), configs["scheduler"]),
     )
 
 
-def _alphas_cumprod(source: ModelSource, index: ConfigDict, config: ConfigDict) -> tuple[float, ...]:
-    """ᾱ of each timestep, as the pipeline's own scheduler computes it from its config."""
-    name = str(index["scheduler"][1])
-    scheduler_class: Any = getattr(diffusers, name, None)
+def _alphas_cumprod(source: ModelSource, class_name: str, config: ConfigDict) -> tuple[float, ...]:
+    """ᾱ of each timestep, computed by the pipeline's own scheduler class from its config."""
+    scheduler_class: Any = getattr(diffusers, class_name, None)
     if scheduler_class is None:
-        raise ModelError(f"{source.path}: its scheduler is a {name}, which the installed diffusers does not have")
+        raise ModelError(f"{source.path}: the installed diffusers has no {class_name}, which is its scheduler")
     try:
         with quiet_libraries():
             table = scheduler_alphas_cumprod(scheduler_class.from_config(dict(config)))
-    except ImportError as error:  # diffusers stands in for classes whose packages are not installed, and says which
-        raise ModelError(f"{source.path}: its scheduler cannot be made: {' '.join(str(error).split())}") from error
+    except ImportError as error:  # diffusers has placeholders for classes whose packages are missing; they name them
+        raise ModelError(f"{source.path}: its scheduler cannot be created: {' '.join(str(error).split())}") from error
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise ModelError(f"{source.path}: the config of its scheduler describes no {name}: {error}") from error
+        raise ModelError(f"{source.path}: the config of its scheduler is not one of {class_name}: {error}") from error
     if table is None:
-        raise ModelError(f"{source.path}: its scheduler is a {name}: it adds noise in a way that is not trained here")
+        raise ModelError(
+            f"{source.path}: its scheduler {class_name} has no table of alphas_cumprod, which training needs"
+        )
     return tuple(table.tolist())
 
 
-def text_files(model: ModelDescription) -> Sequence[Path]:
-    return reading.component_files(model.source, ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> CaptionEncoder:
+    """`embeds`: both CLIPs' second-to-last hidden states side by side; `pooled`: the second CLIP's; `said`: 0 for an
+    empty caption, otherwise 1. Equal to the bit to what the pipeline computes.
+
+    CLIP gets no mask: all 77 rows depend on the caption and are stored.
+    """
+    clips = load_text_towers(model, ("", "_2"), device, dtype)
+
+    def encode(caption: str) -> Tensors:
+        outputs = [clip.run(caption, clip.max_length, output_hidden_states=True) for clip in clips]
+        embeds = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)[0].cpu()
+        pooled = outputs[-1][0]
+        return {"embeds": embeds, "pooled": pooled[0].cpu().clone(), "said": embeds.new_full((1,), bool(caption))}
+
+    return CaptionEncoder(clips, encode, lambda caption: clips[0].exceeds(caption, clips[0].max_length))
+
+
+def pad_text(model: ModelDescription, captions: Sequence[Tensors]) -> Tensors:
+    """Stacks the captions, which all have the same length.
+
+    Where the pipeline's index sets `force_zeros_for_empty_prompt`, an empty caption becomes zeros: the pipeline uses
+    zeros as the unconditional input of guidance.
+    """
+    batch = stack_text(model, captions)
+    non_empty = batch.pop("said")
+    if _zeros_for_empty_prompt(model):
+        empty_rows = [row for row, flag in enumerate(non_empty) if not flag.item()]
+        for field in batch.values():
+            field[empty_rows] = 0
+    return batch
+
+
+def _zeros_for_empty_prompt(model: ModelDescription) -> bool:
+    return bool(model.configs[""].get("force_zeros_for_empty_prompt", True))
+
+
+def unsupported_reason(model: ModelDescription, shape: tuple[int, ...]) -> str | None:
+    """Sides must be multiples of what the VAE needs; the UNet handles odd sides on its way down and up."""
+    return image_unsupported_reason(shape, pixels_per_latent(model))
+
+
+def token_count(model: ModelDescription, shape: tuple[int, ...]) -> int:
+    """Tokens of the first level that has attention, which comes after the first halving."""
+    _, height, width = shape
+    return -(-height // 2) * -(-width // 2)
 
 
 def denoise(
@@ -81,7 +129,8 @@ def denoise(
     text: Tensors,
     conditions: Tensors,
 ) -> torch.Tensor:
-    """As the pipeline calls it. Without a framing, pictures are whole and as large as they were: so it samples."""
+    """Calls the UNet as the pipeline does. Without the condition `framing`, images count as uncropped and unresized, as
+    the pipeline assumes for samples."""
     assert model.alphas_cumprod is not None
     framing = conditions.get("framing")
     predicted: torch.Tensor = module(
@@ -98,39 +147,39 @@ def denoise(
 
 
 def _full_image_time_ids(model: ModelDescription, noisy: torch.Tensor) -> torch.Tensor:
-    height, width = (side * pictures.vae_scale_factor(model) for side in noisy.shape[-2:])
+    height, width = (side * pixels_per_latent(model) for side in noisy.shape[-2:])
     return torch.tensor([[height, width, 0, 0, height, width]] * len(noisy), dtype=torch.float32, device=noisy.device)
 
 
-def token_count(model: ModelDescription, shape: tuple[int, ...]) -> int:
-    """Where attention begins: after the first halving. (The level above it has none.)"""
-    _, height, width = shape
-    return -(-height // 2) * -(-width // 2)
-
+SAMPLING: Final = ImageSampling(
+    unsupported_reason,
+    pipeline_options=lambda model: {
+        "force_zeros_for_empty_prompt": _zeros_for_empty_prompt(model),
+        "add_watermarker": False,
+    },
+    # The pipeline uses zeros only if the negative prompt is None; an empty string is encoded.
+    call_arguments=lambda request: {"negative_prompt": request.negative_prompt or None},
+)
 
 _MLP: Final = ("ff.net.0.proj", "ff.net.2")
 _OTHER_LINEAR: Final = ("proj_in", "proj_out", "linear_1", "linear_2", "time_emb_proj")
 _CONVOLUTIONS: Final = ("conv_in", "conv1", "conv2", "conv_shortcut", "conv", "conv_out")
 
-FAMILY: Final = Family(
+FAMILY: Final = ImageFamily(
     name=NAME,
     prediction="epsilon",
     read_model=read_model,
-    media_files=reading.vae_files,
-    text_files=text_files,
-    build_media_encoder=pictures.build_media_encoder,
     build_text_encoder=build_text_encoder,
     unsupported_reason=unsupported_reason,
-    load_denoiser=loading.load_denoiser,
     denoise=denoise,
     pad_text=pad_text,
     token_count=token_count,
-    build_sampler=build_sampler,
+    build_sampler=partial(build_sampler, sampling=SAMPLING),
     target_presets={
         **target_presets(SELF_ATTENTION, _MLP, _OTHER_LINEAR),
         "all_layers": (*SELF_ATTENTION, *_MLP, *_OTHER_LINEAR, *_CONVOLUTIONS),
     },
     export_prefix={"unet": "unet"},
-    write_tiny_pipeline=write_tiny_pipeline,
+    write_tiny_pipeline=partial(write_pipeline, TinySdxl()),
     batched_guidance=True,
 )

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Wan2.2."""

@@ -1,24 +1,24 @@
-"""What Wan2.2 makes of videos, pictures and captions: the inputs of its pipelines, to the bit.
+"""The inputs that Wan2.2's pipelines compute from videos, images and captions, equal to the bit.
 
-Samples are encoded one by one: what is stored about a sample does not depend on what was encoded beside it.
+Samples are encoded one by one: what is stored about a sample does not depend on the samples beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
 from supertuner.models import loading
+from supertuner.models.families.text_common import CaptionEncoder, load_text_towers
 from supertuner.models.spec import ModelDescription, Tensors
 
 MAX_TEXT_TOKENS: Final = 512
 
 
 class WanMediaEncoder:
-    """Pixels to normalised latents, and with `conditioned` the first frame that image-to-video is given."""
+    """Pixels to normalized latents; with `conditioned` also the first-frame condition of image-to-video."""
 
     def __init__(self, vae: Any, device: torch.device, conditioned: bool) -> None:
         self._vae = vae.to(device)
@@ -47,9 +47,10 @@ class WanMediaEncoder:
         return latents
 
     def _condition(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Mask and latents of the first frame followed by grey, as `WanImageToVideoPipeline.prepare_latents` does.
+        """Mask and latents of the first frame followed by grey, as in `WanImageToVideoPipeline.prepare_latents`.
 
-        The mask has one channel per frame that a latent stands for; the first latent stands for one frame four times.
+        The mask has one channel for each of the frames that a latent covers; the first latent covers only the first
+        frame, and all of its channels are set.
         """
         grey = torch.zeros_like(pixels)
         grey[:, :, 0] = pixels[:, :, 0]
@@ -59,43 +60,20 @@ class WanMediaEncoder:
         return torch.cat([mask, latents], dim=1)
 
 
-class WanTextEncoder:
-    def __init__(self, tokenizer: Any, encoder: Any, device: torch.device) -> None:
-        self._tokenizer = tokenizer
-        self._encoder = encoder.to(device)
-        self._device = device
-        self.truncated_captions = 0
-
-    @torch.no_grad()
-    def encode(self, captions: Sequence[str]) -> list[Tensors]:
-        return [{"embeds": self._encode_one(caption)} for caption in captions]
-
-    def _encode_one(self, caption: str) -> torch.Tensor:
-        """Encoded at the full length, as the pipeline does: the same bits, whatever the caption's neighbours."""
-        text = prompt_clean(caption)
-        self.truncated_captions += len(self._tokenizer(text, verbose=False).input_ids) > MAX_TEXT_TOKENS
-        tokens = self._tokenizer(
-            [text],
-            padding="max_length",
-            max_length=MAX_TEXT_TOKENS,
-            truncation=True,
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
-        ids, mask = tokens.input_ids.to(self._device), tokens.attention_mask.to(self._device)
-        hidden: torch.Tensor = self._encoder(ids, mask).last_hidden_state[0]
-        return hidden[: int(tokens.attention_mask.sum())].cpu().clone()
-
-
 def build_media_encoder(model: ModelDescription, device: torch.device) -> WanMediaEncoder:
-    """In fp32, as Wan's VAE is meant to run."""
-    conditioned = model.configs[""]["_class_name"] == "WanImageToVideoPipeline"
-    return WanMediaEncoder(loading.load_module(model, "vae", torch.float32), device, conditioned)
+    """In fp32, the precision that Wan's VAE is published for."""
+    return WanMediaEncoder(loading.load_module(model, "vae", torch.float32), device, model.needs_first_frame)
 
 
-def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> WanTextEncoder:
-    return WanTextEncoder(
-        loading.load_tokenizer_or_scheduler(model, "tokenizer"),
-        loading.load_module(model, "text_encoder", dtype),
-        device,
-    )
+def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> CaptionEncoder:
+    """`embeds`: UMT5's last hidden states of a caption, encoded at the full padded length as in the pipeline, without
+    the padding rows."""
+    (tower,) = load_text_towers(model, ("",), device, dtype)
+
+    def encode(caption: str) -> Tensors:
+        tokens = tower.tokenize(prompt_clean(caption), MAX_TEXT_TOKENS)
+        ids, mask = tokens.input_ids.to(device), tokens.attention_mask.to(device)
+        hidden: torch.Tensor = tower.encoder(ids, mask).last_hidden_state[0]
+        return {"embeds": hidden[: int(tokens.attention_mask.sum())].cpu().clone()}
+
+    return CaptionEncoder([tower], encode, lambda caption: tower.exceeds(prompt_clean(caption), MAX_TEXT_TOKENS))

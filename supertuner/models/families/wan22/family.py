@@ -1,35 +1,54 @@
-"""Wan2.2: text-to-video and image-to-video with two experts, and the 5B with one."""
+"""Wan2.2: text-to-video and image-to-video with two experts, and the 5B with one expert."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
+import diffusers
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import nn
 
 from supertuner.core.errors import ModelError
 from supertuner.core.types import MediaKind
 from supertuner.models import loading
-from supertuner.models import pipeline_files as reading
 from supertuner.models.adapters.targets import SELF_ATTENTION, target_presets
+from supertuner.models.families.sampling_common import (
+    eval_with_autocast,
+    pipeline_components,
+    require_possible,
+    to_uint8,
+)
+from supertuner.models.families.tiny_pipelines import write_pipeline
 from supertuner.models.families.wan22.encoders import MAX_TEXT_TOKENS, build_media_encoder, build_text_encoder
-from supertuner.models.families.wan22.sampler import build_sampler
-from supertuner.models.families.wan22.shapes import token_count, unsupported_reason
-from supertuner.models.families.wan22.tiny import write_tiny_pipeline
-from supertuner.models.pipeline_files import ConfigDict
-from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource, Tensors
+from supertuner.models.families.wan22.tiny import TinyWan
+from supertuner.models.pipeline_files import (
+    INDEX_NAME,
+    ConfigDict,
+    positive_number,
+    read_component_configs,
+    read_index,
+    text_files,
+    vae_files,
+)
+from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource, SampleRequest, Tensors
 
 NAME: Final = "wan2.2"
 TRAIN_TIMESTEPS: Final = 1000
 
 
+# ── the model ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def read_model(source: ModelSource) -> ModelDescription:
-    source, index = reading.read_index(source, NAME)
+    source, index = read_index(source, NAME)
     experts = _experts(source, index)
     components = (*(expert.component for expert in experts), "vae", "text_encoder", "tokenizer", "scheduler")
-    configs = reading.read_component_configs(source, index, components)
+    configs = read_component_configs(source, index, components)
     if reason := _unsupported_variant(index, configs):
         raise ModelError(f"{source.path} {reason}")
     return ModelDescription(
@@ -37,19 +56,19 @@ def read_model(source: ModelSource) -> ModelDescription:
         title=_title(index, len(experts)),
         experts=experts,
         media_kinds=frozenset({MediaKind.VIDEO} if _is_image_to_video(index) else {MediaKind.IMAGE, MediaKind.VIDEO}),
-        shift=reading.positive_number(source, configs, "scheduler", ("flow_shift", "shift"), 1.0),
+        shift=positive_number(source, configs, "scheduler", ("flow_shift", "shift"), 1.0),
         configs=configs,
         needs_first_frame=_is_image_to_video(index),
     )
 
 
 def _experts(source: ModelSource, index: ConfigDict) -> tuple[Expert, ...]:
-    """The pipeline gives timesteps from the boundary on to the first, and those below it to the second."""
+    """The pipeline runs `transformer` at timesteps from the boundary upwards and `transformer_2` below it."""
     boundary = index.get("boundary_ratio")
     if boundary is None:
         return (Expert("model", "transformer"),)
     if not isinstance(boundary, float) or not 0 < boundary < 1:
-        raise ModelError(f"{source.path}: {reading.INDEX_NAME}: boundary_ratio is {boundary!r}, not between 0 and 1")
+        raise ModelError(f"{source.path}: {INDEX_NAME}: boundary_ratio is {boundary!r}, not between 0 and 1")
     return (
         Expert("high_noise", "transformer", sigma_min=float(boundary)),
         Expert("low_noise", "transformer_2", sigma_max=float(boundary)),
@@ -62,8 +81,8 @@ def _title(index: ConfigDict, experts: int) -> str:
     return f"{version} {task}, {'two experts' if experts == 2 else 'one expert'}"
 
 
-def _is_image_to_video(index: ConfigDict) -> bool:
-    return bool(index["_class_name"] == "WanImageToVideoPipeline")
+def _is_image_to_video(index: Mapping[str, object]) -> bool:
+    return index["_class_name"] == "WanImageToVideoPipeline"
 
 
 def _unsupported_variant(index: ConfigDict, configs: Mapping[str, ConfigDict]) -> str | None:
@@ -74,8 +93,48 @@ def _unsupported_variant(index: ConfigDict, configs: Mapping[str, ConfigDict]) -
     return None
 
 
-def text_files(model: ModelDescription) -> Sequence[Path]:
-    return reading.component_files(model.source, ("text_encoder", "tokenizer"))
+# ── shapes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def unsupported_reason(model: ModelDescription, shape: tuple[int, ...]) -> str | None:
+    if len(shape) not in (3, 4) or shape[0] != 3:
+        return f"its shape is {shape}, and this model takes RGB images and videos (3 × frames × height × width)"
+    frames = shape[1] if len(shape) == 4 else 1
+    if MediaKind.IMAGE not in model.media_kinds and frames == 1:
+        return "it has one frame, and an image-to-video model learns from the frames after the first"
+    stride = _integer(model, "vae", "scale_factor_temporal", 4)
+    if frames % stride != 1:
+        return f"it has {frames} frames, and this model takes 1, {stride + 1}, {2 * stride + 1} … ({stride}·n + 1)"
+    multiple = _integer(model, "vae", "scale_factor_spatial", 8) * _patch_size(model)[1]
+    if shape[-2] % multiple or shape[-1] % multiple:
+        return f"it is {shape[-1]}×{shape[-2]}, and both sides must be multiples of {multiple}"
+    return None
+
+
+def token_count(model: ModelDescription, shape: tuple[int, ...]) -> int:
+    """Tokens of latents of shape CFHW; a token is one patch."""
+    _, frames, height, width = shape
+    patch_frames, patch_height, patch_width = _patch_size(model)
+    return (frames // patch_frames) * (height // patch_height) * (width // patch_width)
+
+
+def _patch_size(model: ModelDescription) -> tuple[int, int, int]:
+    patch = model.configs["transformer"].get("patch_size", (1, 2, 2))
+    if not isinstance(patch, list | tuple) or len(patch) != 3:
+        raise ModelError(f"{model.source.path}: transformer/config.json: patch_size is {patch!r}, not three numbers")
+    return int(patch[0]), int(patch[1]), int(patch[2])
+
+
+def _integer(model: ModelDescription, component: str, key: str, default: int) -> int:
+    value = model.configs[component].get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int):
+        raise ModelError(f"{model.source.path}: {component}/config.json: {key} is {value!r}, not a whole number")
+    return value
+
+
+# ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def denoise(
@@ -86,26 +145,78 @@ def denoise(
     text: Tensors,
     conditions: Tensors,
 ) -> torch.Tensor:
-    """As the pipelines call it: a condition beside the latents; in the 5B a timestep for every token."""
+    """Calls the transformer as the pipelines do: a condition is concatenated to the latents as channels; the 5B takes
+    one timestep per token."""
     timestep = sigmas * TRAIN_TIMESTEPS
     if model.configs[""].get("expand_timesteps"):
         timestep = timestep[:, None].expand(-1, token_count(model, tuple(noisy.shape[1:])))
     if "condition" in conditions:
         noisy = torch.cat([noisy, conditions["condition"].to(noisy.dtype)], dim=1)
-    predicted = module(hidden_states=noisy, timestep=timestep, encoder_hidden_states=text["embeds"], return_dict=False)[
-        0
-    ]
-    assert isinstance(predicted, torch.Tensor)
+    predicted: torch.Tensor = module(
+        hidden_states=noisy, timestep=timestep, encoder_hidden_states=text["embeds"], return_dict=False
+    )[0]
     return predicted
 
 
 def pad_text(model: ModelDescription, captions: Sequence[Tensors]) -> Tensors:
-    """Zeros up to the length that the pipeline uses; the model sees them, so they belong to it."""
+    """Pads with zeros to the pipeline's fixed length. There is no mask: the model attends to the zeros."""
     first = captions[0]["embeds"]
     padded = first.new_zeros(len(captions), MAX_TEXT_TOKENS, first.shape[-1])
     for row, caption in zip(padded, captions, strict=True):
         row[: len(caption["embeds"])] = caption["embeds"]
     return {"embeds": padded}
+
+
+# ── samples ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class WanSampler:
+    """Samples through the model's diffusers pipeline."""
+
+    def __init__(self, model: ModelDescription, pipeline: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self._model, self._pipeline, self._device, self._dtype = model, pipeline, device, dtype
+        self._denoisers = [getattr(pipeline, expert.component) for expert in model.experts]
+        pipeline.set_progress_bar_config(disable=True)
+
+    @torch.no_grad()
+    def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
+        shape = (3, request.frames, request.height, request.width)
+        require_possible(request, unsupported_reason(self._model, shape))
+        with eval_with_autocast(self._denoisers, self._device, self._dtype):
+            videos = self._pipeline(
+                **self._first_frame(request),
+                prompt=request.prompt,
+                negative_prompt=request.negative_prompt,
+                height=request.height,
+                width=request.width,
+                num_frames=request.frames,
+                num_inference_steps=request.inference_steps,
+                guidance_scale=request.guidance_scale,
+                generator=torch.Generator().manual_seed(request.seed),
+                output_type="np",
+            ).frames
+        return to_uint8(videos[0])
+
+    def _first_frame(self, request: SampleRequest) -> dict[str, Any]:
+        if not self._model.needs_first_frame:
+            return {}
+        if request.image is None:
+            raise ModelError(f"the sample {request.prompt!r} has no first frame, and this model starts from one")
+        return {"image": Image.fromarray(request.image)}
+
+
+def build_sampler(
+    model: ModelDescription, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype
+) -> WanSampler:
+    """The pipeline around `modules`; other components are loaded."""
+    components = {"transformer_2": None, **pipeline_components(model, modules, device, dtype)}
+    index = model.configs[""]
+    if _is_image_to_video(index):
+        components |= {"image_encoder": None, "image_processor": None}
+    pipeline = getattr(diffusers, str(index["_class_name"]))(
+        **components, boundary_ratio=index.get("boundary_ratio"), expand_timesteps=bool(index.get("expand_timesteps"))
+    )
+    return WanSampler(model, pipeline, device, dtype)
 
 
 _MLP: Final = ("ffn.net.0.proj", "ffn.net.2")
@@ -116,7 +227,7 @@ FAMILY: Final = Family(
     name=NAME,
     prediction="flow",
     read_model=read_model,
-    media_files=reading.vae_files,
+    media_files=vae_files,
     text_files=text_files,
     build_media_encoder=build_media_encoder,
     build_text_encoder=build_text_encoder,
@@ -127,7 +238,7 @@ FAMILY: Final = Family(
     token_count=token_count,
     build_sampler=build_sampler,
     target_presets=target_presets(SELF_ATTENTION, _MLP, _OTHER_LINEAR),
-    # Each expert's adapter is a file of its own, and diffusers wants the same prefix in both (load_into_transformer_2).
+    # Each expert's adapter is a separate file, and diffusers expects one prefix in both (load_into_transformer_2).
     export_prefix={"transformer": "transformer", "transformer_2": "transformer"},
-    write_tiny_pipeline=write_tiny_pipeline,
+    write_tiny_pipeline=partial(write_pipeline, TinyWan()),
 )

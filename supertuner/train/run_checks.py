@@ -1,0 +1,100 @@
+"""What can be refused before anything is staged, encoded or loaded: the device, backends, and settings of experts."""
+
+from __future__ import annotations
+
+import torch
+
+from supertuner.config.settings.run_config import RunConfig
+from supertuner.config.sources import alloc_conf
+from supertuner.config.sources.launcher import SINGLE_PROCESS_ENVIRONMENT, LauncherEnvironment
+from supertuner.core.errors import TrainError
+from supertuner.core.events import Sink, WarningEvent
+from supertuner.models import loading
+from supertuner.models.adapters import attach as adapters
+from supertuner.models.attention import require_backend, require_backend_support
+from supertuner.models.block_compilation import check_compiler
+from supertuner.models.quantization import check_quantization
+from supertuner.models.spec import Expert, Family, ModelDescription
+from supertuner.optim.optimizer_registry import learning_rate_for
+from supertuner.step.precision import ComputePrecision
+from supertuner.train.export.adapter_init import check_initial_adapters
+
+
+def select_device(setting: str, launch_env: LauncherEnvironment = SINGLE_PROCESS_ENVIRONMENT) -> torch.device:
+    """The device that `train.device` names; on a node with several ranks, each uses the GPU of its local rank.
+
+    TrainError if the device cannot be used.
+    """
+    name = setting if setting != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if launch_env.local_world_size > 1 and name == "cuda":
+        name = f"cuda:{launch_env.local_rank}"
+    elif launch_env.local_world_size > 1 and name.startswith("cuda:"):
+        raise TrainError(
+            f'train.device is "{setting}", and {launch_env.local_world_size} processes of this node would share it; use '
+            '"cuda": each process then uses the GPU of its local rank'
+        )
+    try:
+        device = torch.empty(1, device=torch.device(name)).device  # with its index, as tensors report it
+    except ValueError as error:  # torch parses its allocator variables when CUDA starts, and reports errors in them
+        where = " or ".join(alloc_conf.ALLOC_CONF_VARIABLES)
+        raise TrainError(
+            f"torch refuses its allocator settings: {str(error).splitlines()[0]} Correct {where}"
+        ) from error
+    except (RuntimeError, AssertionError) as error:  # torch raises these for an unknown, absent or unsupported device
+        reason = str(error).splitlines()[0]
+        remedy = 'use "cpu", or see `supertuner doctor`' if setting == "auto" else 'use "auto"'
+        raise TrainError(f'train.device is "{setting}", and {name} cannot be used here: {reason}; {remedy}') from error
+    return device
+
+
+def device_reason(setting: str) -> str:
+    """Why `select_device` chose as it did, for the decision that is reported."""
+    if setting != "auto":
+        return "as configured"
+    return "there is a GPU" if torch.cuda.is_available() else "there is no GPU that torch can use"
+
+
+def require_expert_settings(config: RunConfig, model: ModelDescription, sink: Sink) -> None:
+    """TrainError for adapter settings of an expert that this model lacks; a warning for optimizer settings of one.
+
+    Settings that no model of the family uses were reported when the configuration was read.
+    """
+    warned_fields = {remark.field for remark in config.warnings()}
+    for expert_name in {"high_noise", "low_noise"} - {expert.name for expert in model.experts}:
+        reason = f"{model.title} has {' and '.join(expert.name for expert in model.experts)}"
+        if expert_name in config.adapter.model_fields_set:
+            raise TrainError(f"adapter.{expert_name} is set, and {reason}; put it into adapter itself")
+        for name in sorted(config.optimizer.model_fields_set):
+            if name.startswith(f"{expert_name}_") and f"optimizer.{name}" not in warned_fields:
+                sink.emit(WarningEvent(f"optimizer.{name}", f"has no effect: {reason}"))
+
+
+def require_backends(config: RunConfig, experts: tuple[Expert, ...], precision: ComputePrecision) -> None:
+    """ModelError or TrainError if attention backend, quantization or compiler cannot be used on this device."""
+    for expert in experts:
+        learning_rate_for(config.optimizer, expert.name)
+    require_backend(config.model.attention, precision.device)
+    if config.model.base_weights != "as_computed":
+        check_quantization(config.model.base_weights, precision.device, precision.dtype)
+    if config.model.compile:
+        check_compiler(precision.device)
+
+
+def check_against_meta_modules(
+    config: RunConfig, family: Family, model: ModelDescription, experts: tuple[Expert, ...]
+) -> dict[str, str]:
+    """Check settings and adapter files against the model's layers, on meta tensors.
+
+    Returns the digest of each file that an adapter starts from or is trained on top of, by `expert: setting`.
+    """
+    digests: dict[str, str] = {}
+    for expert in experts:
+        module = loading.build_meta_module(model, expert.component)
+        require_backend_support(module, config.model.attention)
+        if config.adapter.type != "full":
+            settings = adapters.settings_for_expert(config.adapter, expert.name)
+            targets = adapters.resolve_targets(settings, family.target_presets)
+            adapters.select_layers(module, settings, targets, expert.name)
+        file_digests = check_initial_adapters(config, family, model, expert)
+        digests |= {f"{expert.name}: {setting}": digest for setting, digest in file_digests.items()}
+    return digests
