@@ -1,8 +1,8 @@
-"""What the overflow allocator costs over the driver below it, with 10, 1,000 and 100,000 live segments.
+"""The overhead of the overflow allocator over the driver, with 10, 1,000 and 100,000 live segments.
 
-One program in C times pairs of allocating and freeing, by the fake driver alone and by the plugin on top of it, in
-turns inside each round. The driver is the tests' double, so its share is not that of a GPU's driver, which is far
-slower; the difference is the plugin's own: its account, its table of segments, and asking how much memory is free.
+A C program times pairs of allocation and free, by the fake driver alone and by the plugin on top of it, alternating
+inside each round. The fake driver of the tests is much faster than a GPU's driver, so the ratio is not that of a GPU;
+the difference is the plugin's own cost: its accounting, its table of segments, and the query of free memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROUNDS = 15
 PAIRS = 4_000
 LIMIT_US = 2.0
 FLAT_LIMIT_US = 0.5
-"""What a call may cost more with 100,000 live segments than with 10."""
+"""How much more a call may cost with 100,000 live segments than with 10."""
 PROGRAM = Path(__file__).with_suffix(".c")
 
 
@@ -32,11 +32,11 @@ def built(folder: Path) -> Path:
 
 
 def rounds_of(program: Path, live: int, managed: bool) -> list[tuple[float, float]]:
-    """Nanoseconds of a pair in each round: by the driver, by the plugin."""
+    """(nanoseconds of a pair by the driver, by the plugin) of each round."""
     command = [str(program), str(live), str(ROUNDS), str(PAIRS), str(int(managed))]
     env = environment(hbm_bytes=96 << 30)
-    said = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-    return [(float(line.split()[0]), float(line.split()[1])) for line in said.splitlines()]
+    output = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    return [(float(line.split()[0]), float(line.split()[1])) for line in output.splitlines()]
 
 
 def spread(figures: list[float]) -> FigureSpread:

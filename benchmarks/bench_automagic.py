@@ -1,8 +1,9 @@
-"""Automagic on the 800 tensors of a rank-16 LoRA of Wan2.2 14B, against its plain form and against torch's AdamW.
+"""Automagic on the 800 tensors of a rank-16 LoRA of Wan2.2 14B, compared with its plain form and with torch's AdamW.
 
-The plain form goes from tensor to tensor with one torch operation per line of the algorithm. It keeps its rates as the
-published one does, in 8 bits with one scale per tensor, which it asks the device for; a second one keeps them in fp32,
-which costs less time and three times the memory. One thread, CPU: it says nothing about a GPU.
+The plain form processes tensor after tensor, with one torch operation per line of the algorithm. It stores its learning
+rates as the published one does, in 8 bits with one scale per tensor, which needs a device synchronisation; a second
+plain form stores them in fp32, which takes less time and three times the memory. One CPU thread; it says nothing about
+a GPU.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ PLAIN_LIMIT, ADAMW_LIMIT, BYTES_LIMIT = 3.0, 2.5, 1.4
 
 
 def lora(blocks: int = BLOCKS) -> dict[str, nn.Parameter]:
-    """Queries, keys, values and outputs of two attentions and the feed-forward layers of each block."""
+    """Query, key, value and output of two attentions, and the feed-forward layers, of each block."""
     square, up, down = ((WIDTH, WIDTH),) * 8, (WIDTH, HIDDEN), (HIDDEN, WIDTH)
-    made: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     for block in range(blocks):
         for layer, (inside, outside) in enumerate((*square, up, down)):
-            made[f"blocks.{block}.{layer}.lora_A"] = nn.Parameter(torch.randn(RANK, inside) * 0.01)
-            made[f"blocks.{block}.{layer}.lora_B"] = nn.Parameter(torch.randn(outside, RANK) * 0.01)
-    for parameter in made.values():
+            parameters[f"blocks.{block}.{layer}.lora_A"] = nn.Parameter(torch.randn(RANK, inside) * 0.01)
+            parameters[f"blocks.{block}.{layer}.lora_B"] = nn.Parameter(torch.randn(outside, RANK) * 0.01)
+    for parameter in parameters.values():
         parameter.grad = torch.randn_like(parameter)
-    return made
+    return parameters
 
 
 @dataclass
 class PlainAutomagicState:
-    """What the plain form keeps of a tensor."""
+    """The state of the plain form for one tensor."""
 
     row: torch.Tensor
     column: torch.Tensor
     rates: torch.Tensor
     scale: float
     positive: torch.Tensor
-    kept: Callable[[torch.Tensor], tuple[torch.Tensor, float]] = field(repr=False)
+    store: Callable[[torch.Tensor], tuple[torch.Tensor, float]] = field(repr=False)
 
 
 def in_fp32(rates: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -57,15 +58,15 @@ def in_eight_bits(rates: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 
 def plain(
-    parameters: list[nn.Parameter], kept: Callable[[torch.Tensor], tuple[torch.Tensor, float]]
+    parameters: list[nn.Parameter], store: Callable[[torch.Tensor], tuple[torch.Tensor, float]]
 ) -> Callable[[], None]:
     memories = [
         PlainAutomagicState(
             torch.zeros(p.shape[0]),
             torch.zeros(p.shape[1]),
-            *kept(torch.full(p.shape, LIMITS.start)),
+            *store(torch.full(p.shape, LIMITS.start)),
             torch.zeros(p.shape, dtype=torch.bool),
-            kept,
+            store,
         )
         for p in parameters
     ]
@@ -91,20 +92,20 @@ def _plain_step(parameter: nn.Parameter, memory: PlainAutomagicState) -> None:
     rates = memory.rates.float() * memory.scale if memory.rates.dtype == torch.int8 else memory.rates
     rates = torch.where(positive == memory.positive, rates + LIMITS.bump, rates - LIMITS.bump)
     rates = rates.clamp(LIMITS.lowest, LIMITS.highest)
-    memory.rates, memory.scale = memory.kept(rates)
+    memory.rates, memory.scale = memory.store(rates)
     memory.positive = positive
     parameter.sub_(update * rates)
 
 
 def state_bytes(ours: Automagic) -> float:
-    """Bytes per weight that are kept beside the factored moments."""
-    kept: int = sum(
+    """Bytes of state per weight, without the factored moments."""
+    stored: int = sum(
         tensor.numel() * tensor.itemsize
         for state in ours.state.values()
         for name, tensor in state.items()
         if name not in ("row", "column")
     )
-    return kept / sum(p.numel() for p in ours.state)
+    return stored / sum(p.numel() for p in ours.state)
 
 
 def rows() -> list[ClaimRow]:

@@ -1,12 +1,12 @@
-"""Batches of 8 cached latents from the cache that training reads, against torch.load and safetensors per sample.
+"""Batches of 8 cached latents from the training cache, compared with torch.load and safetensors per sample.
 
-The latents are noise in bf16, of which there is a gigabyte: many times the last-level cache. Every rival gives the same
-thing: a new batch of 8 in random order, as one contiguous tensor. Peers have one file per sample on the same tmpfs, as
-trainers keep them, warm in memory. memcpy copies the bytes of a batch from an ordinary array of the same gigabyte, from
-where the batch lies in one piece, into a buffer that is used again and again: the limit. One thread each.
+The latents are 1 GiB of noise in bf16, many times the last-level cache. Every rival returns the same: a new batch of 8
+random latents as one contiguous tensor. The peers have one file per sample on the same tmpfs, as trainers store them,
+in the page cache. The limit is memcpy: it copies the bytes of a batch from a contiguous place in an ordinary array of
+the same size into a reused buffer. One thread each.
 
-Most of the gain over the peers is not opening, not unpickling and not copying twice; at larger latents the copy itself
-decides, and no cache can be faster than memcpy: its own ratio stands beside ours.
+Most of the gain over the peers comes from not opening files, not unpickling and not copying twice; for larger latents
+the copy itself dominates, and no cache can be faster than memcpy, whose own ratio is printed too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Batch = Callable[[NDArray[np.int64]], torch.Tensor]
 DATA_BYTES = 1 << 30
 BATCH = 8
 BATCHES = 64
-"""Batches in a round of ours; peers make fewer."""
+"""Batches per round of our cache; peers load fewer."""
 PEER_BATCHES = 8
 ROUNDS = 21
 SIZES = {"128 KiB": (16, 64, 64), "512 KiB": (16, 128, 128)}
@@ -55,11 +55,11 @@ def rows() -> list[ClaimRow]:
 
 
 def size_rows(label: str, latents: torch.Tensor) -> list[ClaimRow]:
-    chance = np.random.default_rng(2)
+    rng = np.random.default_rng(2)
 
     def play(batch: Batch, batches: int) -> Callable[[], None]:
         def go() -> None:
-            for numbers in chance.integers(0, len(latents), (batches, BATCH)):
+            for numbers in rng.integers(0, len(latents), (batches, BATCH)):
                 batch(numbers)
 
         return go
@@ -68,7 +68,7 @@ def size_rows(label: str, latents: torch.Tensor) -> list[ClaimRow]:
         rivals = {"torch.load": torch_files(folder, latents), "safetensors": safetensors_files(folder, latents)}
         for batch in (ours, *rivals.values()):
             check(batch, latents)
-        for first in range(0, len(latents), BATCH):  # a first epoch: afterwards every page is mapped
+        for first in range(0, len(latents), BATCH):  # a first epoch, after which every page is mapped
             ours(np.arange(first, first + BATCH))
         timings = interleave(
             {
@@ -95,7 +95,7 @@ def size_rows(label: str, latents: torch.Tensor) -> list[ClaimRow]:
 
 @contextmanager
 def cached(folder: Path, latents: torch.Tensor) -> Iterator[Batch]:
-    """The latents in a store, read as training does: numbers → references → one new tensor."""
+    """The latents in a cache store, read as training reads them: indices → references → one new tensor."""
     space = CacheNamespace("latents", "bench", "bfloat16")
     place = CacheLocation(ArenaHome(folder), "run", True, "on_demand", "", "")
     keys = space.entry_keys(f"{number}".encode() for number in range(len(latents)))
@@ -145,7 +145,7 @@ def memcpy(latents: torch.Tensor) -> Batch:
 
 
 def check(batch: Batch, latents: torch.Tensor) -> None:
-    """Speed means nothing if the bits are wrong."""
+    """Assert that a batch is right, bit for bit."""
     numbers = np.array([5, 1, len(latents) - 1, 5, 0, 7, 2, 3])
     same = batch(numbers).view(torch.int16)
     assert torch.equal(same, latents[torch.from_numpy(numbers)].view(torch.int16))

@@ -1,8 +1,8 @@
-"""Hints for a typical batch that has been hinted before: at most 50 µs, beside a bare loop of dictionary look-ups.
+"""Repeated hints for a typical batch: at most 50 µs, compared with a bare loop of dictionary look-ups.
 
-The batch is what a step of a text-to-video model takes: eight tensors, named as the trainer names them. It is hinted
-once through the software superchip, which says nothing of a driver's speed; a repeated hint asks no driver, and costs
-here what it costs anywhere.
+The batch has the eight tensors of a step of a text-to-video model, named as the trainer names them. It is hinted once
+through the software superchip, whose speed says nothing about a driver; a repeated hint calls no driver, so its cost
+does not depend on the machine's GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from supertuner.memory.machines import MACHINES
 
 LIMIT_US = 50.0
 REPEATS = 20
-"""Few, so that a round is shorter than a slice of the scheduler: a busy machine then spoils some rounds, not all."""
+"""Few, so that a round is shorter than a time slice of the scheduler: a busy machine then disturbs only some rounds."""
 ROUNDS = 201
 
 
@@ -54,7 +54,7 @@ def rows() -> list[ClaimRow]:
 
 
 def bare(batch: dict[str, torch.Tensor]) -> Callable[[], object]:
-    """What remembering cannot do without: an address for a key, and a dictionary."""
+    """The least that a cache of hints needs: the address as key, and a dictionary look-up."""
     known = {tensor.data_ptr(): name for name, tensor in batch.items()}
     return lambda: [known.get(tensor.data_ptr()) for tensor in batch.values()]
 
@@ -68,7 +68,7 @@ def repeated(act: Callable[[], object]) -> Callable[[], None]:
 
 
 def micro(timing: RivalTiming) -> float:
-    """One repetition."""
+    """Microseconds of one repetition."""
     return timing.median_s / REPEATS * 1e6
 
 

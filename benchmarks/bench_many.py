@@ -1,9 +1,9 @@
-"""What training on two processes costs beside the model: milliseconds per micro-batch beyond a bare loop.
+"""The overhead of training with two processes: milliseconds per micro-batch beyond a plain loop.
 
-Both rivals run in the same two processes, one thread each, and take turns: ours is the whole engine (caches, windows,
-sums, agreement about signals, logs, reports, the watch), the peer is torch's DistributedDataParallel around the same
-module over tensors that lie ready in memory, its gradients added up in the last micro-batch of a window only. For the
-record: how much faster two processes are than one at the same number of samples per window.
+Both rivals run in the same two processes, one thread each, and take turns. Ours is the whole training loop (caches,
+windows, gradient sums, agreement on signals, logs, reports, watchdog); the peer is torch's DistributedDataParallel
+around the same module, with tensors in memory and gradients summed only in the last micro-batch of a window. Also
+shown, without a limit: the speed-up of two processes over one at the same number of samples per window.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def rows() -> list[ClaimRow]:
             ratio = together["ours"].median_s / together["bare"].median_s
             say(f"{model}: ours {together['ours']}, bare {together['bare']} for {TURN} windows of 2×{MICRO}×{BATCH}")
             found.append(at_most(name, beyond(together), LIMIT_MS, unit="ms", note=f"ours / bare {ratio:.2f}"))
-            faster, peer = (alone[who].median_s / together[who].median_s for who in ("ours", "bare"))
+            faster, peer = (alone[rival].median_s / together[rival].median_s for rival in ("ours", "bare"))
             note = f"not interleaved; the bare loop: {peer:.2f}"
             found.append(noted(f"two processes against one, same windows ({model})", faster, note=note))
     return found
@@ -70,27 +70,27 @@ def run_rank(folder: str, model: str, answer: Path) -> None:
 
 
 def _lighten(run: TrainingRun, make: Callable[[], nn.Module]) -> None:
-    """Let the run train another module; data, caches, logs and reports stay as they are."""
+    """Replace the run's model by another module; data, caches, logs and reports stay as they are."""
     from supertuner.optim.optimizer_registry import build_optimizer
     from supertuner.step.window import ExpertState
 
-    trainees = []
-    for trainee in run.expert_states:
+    expert_states = []
+    for expert_state in run.expert_states:
         module = make()
         parameters = dict(module.named_parameters())
-        trainees.append(
+        expert_states.append(
             ExpertState(
-                trainee.expert,
+                expert_state.expert,
                 module,
                 parameters,
-                build_optimizer(run.config.optimizer, parameters, trainee.expert.name),
+                build_optimizer(run.config.optimizer, parameters, expert_state.expert.name),
             )
         )
-    run.step_options, run.expert_states = replace(run.step_options, denoise=denoise_with_scale), tuple(trainees)
+    run.step_options, run.expert_states = replace(run.step_options, denoise=denoise_with_scale), tuple(expert_states)
 
 
 def _bare(run: TrainingRun, module: nn.Module) -> Callable[[int], None]:
-    """A window of the same mathematics as a person would write it down."""
+    """A function that trains one window with a plain loop of the same mathematics."""
     from torch.nn.parallel import DistributedDataParallel
 
     many, draw = run.process_group.world_size > 1, samples(run)
@@ -101,8 +101,8 @@ def _bare(run: TrainingRun, module: nn.Module) -> Callable[[int], None]:
         total = torch.zeros(())
         for number in range(micro):
             clean, noise, level = draw()
-            apart = isinstance(wrapped, DistributedDataParallel) and number < micro - 1
-            with wrapped.no_sync() if apart else nullcontext():  # type: ignore[operator]
+            skip_sync = isinstance(wrapped, DistributedDataParallel) and number < micro - 1
+            with wrapped.no_sync() if skip_sync else nullcontext():  # type: ignore[operator]
                 predicted = wrapped((1 - level) * clean + level * noise)
                 each = (predicted - (noise - clean)).square().flatten(1).mean(1)
                 (each.sum() / (BATCH * micro)).backward()

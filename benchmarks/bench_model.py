@@ -1,8 +1,8 @@
-"""Page touches a second of the software superchip, against numpy's own speed of the one array update beneath them.
+"""Page accesses per second of the software superchip, compared with numpy's speed of the array update they need.
 
-The machine is a GH200 of full size: 96 GiB, a million and a half pages of 64 KiB. A touch is a page that the model
-moves or finds in its place, with accounts, order of eviction and clock. The limit is what no model in numpy can
-beat: reading and writing the state of as many pages once. Beyond the GPU, every block that comes evicts another.
+The machine is a full-size GH200: 96 GiB, 1.5 million pages of 64 KiB. An access is a page that the model moves or finds
+in place, including accounting, eviction order and clock. The upper bound for any model in numpy is one read and write
+of the state of as many pages. Beyond the size of GPU memory, every block that arrives evicts another.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ MADE_MS = 10.0
 
 def rows() -> list[ClaimRow]:
     made = interleave({"made": make}, ROUNDS)["made"]
-    found = [at_most("a GH200 of full size, made", spread(made, 1e3), MADE_MS, unit="ms")]
+    found = [at_most("creating a full-size GH200", spread(made, 1e3), MADE_MS, unit="ms")]
     found += compare("first use of fresh pages", WITHIN_BYTES, fresh)
-    found += compare("use of pages that are there", WITHIN_BYTES, there)
+    found += compare("use of resident pages", WITHIN_BYTES, there)
     found += compare("prefetch home and back", 2 * WITHIN_BYTES, to_and_fro)
     found += compare("a sweep beyond the GPU, all evicted", BEYOND_BYTES, beyond)
     found += compare("a sweep beyond the GPU by tensors of 64 MiB", BEYOND_BYTES, by_tensors)
@@ -55,7 +55,7 @@ def rows() -> list[ClaimRow]:
 
 
 def small_pieces() -> ClaimRow:
-    """One call for each block: the cost of a call, not of a page, decides. Said for the record."""
+    """One call per block: the cost of a call dominates, not that of a page. Without a limit."""
     model, span = managed(BEYOND_BYTES)
     model.touch(span, GPU)
     parts = [AddressRange(at, BLOCK_BYTES) for at in range(span.address, span.address + (8 << 30), BLOCK_BYTES)]
@@ -63,7 +63,7 @@ def small_pieces() -> ClaimRow:
     def play() -> None:
         for part in parts:
             model.touch(part, GPU)
-        model.touch(AddressRange(span.address + (8 << 30), span.nbytes - (8 << 30)), GPU)  # they are evicted again
+        model.touch(AddressRange(span.address + (8 << 30), span.nbytes - (8 << 30)), GPU)  # evicts them again
 
     def rest() -> None:
         model.touch(AddressRange(span.address + (8 << 30), span.nbytes - (8 << 30)), GPU)
@@ -72,7 +72,7 @@ def small_pieces() -> ClaimRow:
     taken = [b - r for b, r in zip(timings["both"].rounds_s, timings["rest"].rounds_s, strict=True)]
     rates = sorted((8 << 30) // PAGE / seconds / 1e6 for seconds in taken)
     figure = FigureSpread(rates[len(rates) // 2], rates[0], rates[-1])
-    return noted("beyond the GPU by single blocks of 2 MiB, million touches a second", figure, unit="M/s")
+    return noted("beyond the GPU by single blocks of 2 MiB, million accesses per second", figure, unit="M/s")
 
 
 def make() -> EmulatedSuperchip:
@@ -135,7 +135,7 @@ def by_tensors() -> Callable[[], None]:
 
 
 def raw(pages: int) -> Callable[[], None]:
-    """The state of each page, read, changed and written: the least that a touch can be."""
+    """Read, change and write the state of each page: the lower bound of an access."""
     state = np.zeros(pages, np.uint8)
 
     def play() -> None:
@@ -151,7 +151,7 @@ def compare(name: str, nbytes: int, begin: Callable[[], Callable[[], None]]) -> 
     say(f"{name}: {pages:,} pages in {ours}; numpy's update alone {timings['numpy']}")
     rate = FigureSpread(*(pages / seconds / 1e6 for seconds in (ours.median_s, ours.high_s, ours.low_s)))
     return [
-        at_least(f"{name}, million touches a second", rate, TOUCHES_A_SECOND, unit="M/s"),
+        at_least(f"{name}, million accesses per second", rate, TOUCHES_A_SECOND, unit="M/s"),
         noted(f"{name}, share of numpy's update", paired(timings["numpy"], ours)),
     ]
 

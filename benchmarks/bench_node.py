@@ -1,7 +1,8 @@
-"""What a further rank of a node pays for the data, and how soon it ends with one that is killed.
+"""What an additional rank of a node costs in memory, and how soon ranks end after one of them is killed.
 
-Ranks are real processes on one staged and cached dataset. Memory is what each of them takes for its data alone, from
-/proc/self/smaps: private pages of everything but the arenas, before the data are opened and after some hundred batches.
+Ranks are real processes on one staged and cached dataset. The memory of a rank for its data is measured with
+/proc/self/smaps: private pages of everything except the arenas, before the data are opened and after some hundred
+batches.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ END_LIMIT_S = 10.0
 
 
 def own_mb(home: Path) -> float:
-    """Private memory of this process that is no arena's."""
+    """Private memory of this process without the arenas, in MB."""
     total, counted = 0, True
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, rest = line.partition(" ")
@@ -48,7 +49,7 @@ def own_mb(home: Path) -> float:
 
 
 def rank(folder: Path, number: int, count: int) -> dict[str, float]:
-    """One rank: what opening the data and using them took of its own memory, and how long the opening took."""
+    """In each rank: the private memory for opening and using the data, and the seconds for opening them."""
     config = large_set.config_of(folder)
     home, encoding = ArenaHome(folder / "home"), large_set.encoding_of()
     gc.collect()
@@ -74,7 +75,7 @@ def rank(folder: Path, number: int, count: int) -> dict[str, float]:
 
 
 def measured(folder: Path, samples: int, ranks: int = RANKS) -> list[dict[str, float]]:
-    """What each of some ranks paid for a dataset of so many samples."""
+    """The figures of each rank for a dataset of `samples` samples."""
     config = large_set.config_of(folder)
     large_set.stage(ArenaHome(folder / "home"), config.datasets[0], samples)
     large_set.fill_caches(config)
@@ -85,25 +86,25 @@ def measured(folder: Path, samples: int, ranks: int = RANKS) -> list[dict[str, f
         for number in range(ranks)
     ]
     try:
-        return [json.loads(one.communicate()[0]) for one in started]
+        return [json.loads(process.communicate()[0]) for process in started]
     finally:
-        for one in started:
-            one.kill()
-            one.wait()
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def attach_rows() -> list[ClaimRow]:
     with in_memory_folder() as folder:
         home, dataset = ArenaHome(folder / "home"), large_set.config_of(folder).datasets[0]
         name = large_set.stage(home, dataset, MILLION)
-        room = home.side_folder(".bench")
-        announce_staged(NodePeers(0, 2, room), dataset.id, name)
+        folder_of_peers = home.side_folder(".bench")
+        announce_staged(NodePeers(0, 2, folder_of_peers), dataset.id, name)
         taken = []
         with home.attach(name):
             for _ in range(ATTACHES):
                 gc.collect()
                 begin = time.perf_counter()
-                context = RunContext.silent(folder).with_peers(NodePeers(1, 2, room))
+                context = RunContext.silent(folder).with_peers(NodePeers(1, 2, folder_of_peers))
                 staged = follow_staging(home, dataset.id, "on_demand", context)
                 taken.append((time.perf_counter() - begin) * 1e3)
                 staged.close()
@@ -114,12 +115,12 @@ def attach_rows() -> list[ClaimRow]:
 def memory_rows() -> list[ClaimRow]:
     with in_memory_folder() as folder:
         first, *others = measured(folder, CACHED)
-    opened = ", ".join(f"{one['opened_s']:.2f} s" for one in (first, *others))
+    opened = ", ".join(f"{figures['opened_s']:.2f} s" for figures in (first, *others))
     say(f"data of {CACHED} samples opened in {opened}")
-    most = max(one["own_mb"] for one in others)
+    most = max(figures["own_mb"] for figures in others)
     return [
-        at_most(f"own memory of a further rank, {CACHED} samples and their caches", most, OWN_LIMIT_MB, unit="MB"),
-        noted("own memory of the first rank", first["own_mb"], unit="MB"),
+        at_most(f"private memory of an additional rank, {CACHED} samples and their caches", most, OWN_LIMIT_MB, unit="MB"),
+        noted("private memory of the first rank", first["own_mb"], unit="MB"),
     ]
 
 

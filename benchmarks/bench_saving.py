@@ -1,9 +1,9 @@
-"""What a checkpoint costs training: time that a step takes longer because of it, written beside training or before it.
+"""What a checkpoint costs training: how much longer steps take, with saving in the background and in the foreground.
 
-A step is 0.5 s in which the CPU is left alone, as one on a GPU; a checkpoint has 16 MiB (weights and AdamW's two
-moments, more for each second of a step than an adapter of a large model has) and goes to a real disk, synced. Two steps
-with a save and two without take turns. The limit is on what the loop as a whole takes longer: the copy, the
-book-keeping, and whatever the thread that writes takes away from the one that trains.
+A step sleeps for 0.5 s, as a step on a GPU leaves the CPU idle; a checkpoint has 16 MiB (weights and AdamW's two
+moments, more per second of a step than an adapter of a large model has) and is written to a real disk and synced. Two
+steps with a save and two steps without alternate. The limit applies to the extra time of the whole loop: the copy, the
+book-keeping, and the CPU time that the writer thread takes from the training thread.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from supertuner.train.run.training_run import TrainingRun
 STEP_S = 0.5
 STATE_BYTES = 16 << 20
 TOGETHER = 2
-"""Steps from a save on that may notice it."""
+"""Steps after a save that may be affected by it."""
 PAIRS = 15
 LIMIT_PERCENT = 2.0
 
 
 class ManyWeightsModel(nn.Module):
-    """Computes next to nothing, and has many weights."""
+    """A model with many weights that computes almost nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def asleep(
 
 
 def weigh_down(run: TrainingRun) -> None:
-    """Let the run train `Weighty` instead of its model."""
+    """Replace the run's model by `ManyWeightsModel`."""
     run.step_options = replace(run.step_options, denoise=asleep)
     trainees, trained = [], {}
     for trainee in run.expert_states:
@@ -72,8 +72,8 @@ def weigh_down(run: TrainingRun) -> None:
 
 
 def longer(run: TrainingRun) -> tuple[FigureSpread, FigureSpread]:
-    """Percent of a step, per save: (what a stretch of steps with a save takes longer than one without, the CPU time of
-    the thread that trains in it: what would be left of that on a machine with nothing else to do)."""
+    """Percent of a step, per save: (how much longer steps with a save take than steps without, the CPU time of the
+    training thread for the save, which is what remains on an otherwise idle machine)."""
     rewind(run)
     loops: list[float] = []
     savers: list[float] = []
@@ -91,8 +91,8 @@ def longer(run: TrainingRun) -> tuple[FigureSpread, FigureSpread]:
 
 
 def _apart(seconds: list[float]) -> FigureSpread:
-    """The stretch that begins with a save's own end of a step, against the one that follows. The first two pairs are
-    left out: they import, and touch memory for the first time."""
+    """The difference between the steps with a save and the following steps without. The first two pairs are excluded,
+    because they import modules and access memory for the first time."""
     stretches = [sum(seconds[at : at + TOGETHER]) for at in range(0, len(seconds), TOGETHER)]
     shares = [100 * (a - b) / STEP_S for a, b in zip(stretches[0::2], stretches[1::2], strict=True)][2:]
     return FigureSpread(statistics.median(shares), min(shares), max(shares))

@@ -1,10 +1,10 @@
-"""Staging with checksums against a plain multi-threaded read of the same files into RAM, and the memory it peaks at.
+"""Staging with checksums, compared with a plain multi-threaded read of the same files into RAM; and its peak memory.
 
-Each turn runs in a forked child of its own: the rivals begin with fresh memory, as a training program does, and pay for
-its pages. They list the folder themselves and use the same number of threads on chunks of the same size. The plain read
-is `open(path, "rb").read()`; one with bare system calls is timed and printed beside it. The page cache is warm: a disk
-would hide what our code costs. Processor time is printed too, because waiting for a busy machine is nobody's merit.
-Cleaning up is not timed.
+Each turn runs in a forked child: the rivals start with fresh memory, as a training program does, and pay for its page
+faults. Both list the folder and use the same number of threads on chunks of the same size. The plain read is
+`open(path, "rb").read()`; a read with bare system calls is timed and printed too. The page cache is warm, because a
+disk would hide the cost of our code. CPU time is printed too, because it does not depend on other processes. Cleaning
+up is not timed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from supertuner.core.types import bytes_text
 from supertuner.data.staging.stager import DatasetStager
 
 CASES = {"100 KB": (4000, 384), "1 MB": (400, 1216)}
-"""Files, and the side of the picture that each holds."""
+"""Number of files, and the side of the picture in each."""
 ROUNDS, CHUNK = 11, 64
 SPEED_LIMIT, MEMORY_LIMIT = 0.80, 1.05
 
 
 def make_folder(folder: Path, files: int, side: int) -> int:
-    """JPEG files, all different to the file system; their total size."""
+    """Write JPEG files. Returns their total size."""
     from PIL import Image
 
     rng = np.random.default_rng(0)
@@ -68,7 +68,7 @@ def bare(path: str) -> bytes:
 
 
 def read_all(folder: Path, threads: int, read: Callable[[str], bytes]) -> list[bytes]:
-    """What anybody would write to get a folder into RAM fast."""
+    """Read all files of a folder into RAM with a thread pool, in the simplest fast way."""
 
     def chunk(paths: list[str]) -> list[bytes]:
         return [read(path) for path in paths]
@@ -88,14 +88,14 @@ def stage(folder: Path, home: Path, threads: int, files: int) -> int:
 
 
 def in_child(work: Callable[[], object]) -> dict[str, float]:
-    """Seconds, processor seconds, result, and growth of resident memory at its peak, of `work` in its own process."""
+    """Run `work` in a forked child: its wall seconds, CPU seconds, result, and growth of peak resident memory."""
     gc.collect()
-    gc.freeze()  # a collection in the child would copy every page that it shares with us
+    gc.freeze()  # a collection in the child would copy every page that it shares with the parent
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         before = _status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         begin, cpu = time.perf_counter(), time.process_time()
         result = work()
         figures = {"seconds": time.perf_counter() - begin, "cpu": time.process_time() - cpu}
@@ -138,7 +138,7 @@ def _case(name: str, files: int, side: int) -> list[ClaimRow]:
 
 
 def _rounds(rivals: dict[str, Callable[[], object]], home: Path) -> dict[str, list[dict[str, float]]]:
-    """The figures of every rival in every round; who goes first changes from round to round."""
+    """The figures of every rival in every round; the order rotates."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in rivals}
     names = list(rivals)
     for turn in range(ROUNDS + 1):
@@ -156,11 +156,11 @@ def _claims(size: str, found: dict[str, list[dict[str, float]]], total: int) -> 
         cpu = statistics.median(one["cpu"] for one in rounds)
         median = statistics.median(taken)
         spread = f"{min(taken):.3f} to {max(taken):.3f}"
-        say(f"  {name:<6} {median:.3f} s ({spread}), processor {cpu:.3f} s, {bytes_text(total / median)}/s")
+        say(f"  {name:<6} {median:.3f} s ({spread}), CPU {cpu:.3f} s, {bytes_text(total / median)}/s")
     ours = found["ours"]
     bare_share = _ratio(found["bare"], ours, "seconds")
     say(f"  share of the bare read: {bare_share.median:.3g} ({bare_share.low:.3g} to {bare_share.high:.3g})")
-    note = f"by processor time {_ratio(found['plain'], ours, 'cpu').median:.2f}"
+    note = f"by CPU time {_ratio(found['plain'], ours, 'cpu').median:.2f}"
     share = _ratio(found["plain"], ours, "seconds")
     peak = _spread([(one["result"] + one["growth"]) / one["result"] for one in ours])
     return [
@@ -170,7 +170,7 @@ def _claims(size: str, found: dict[str, list[dict[str, float]]], total: int) -> 
 
 
 def _ratio(theirs: list[dict[str, float]], ours: list[dict[str, float]], figure: str) -> FigureSpread:
-    """How fast we are as a share of them, round by round."""
+    """Our speed divided by theirs, per round."""
     return _spread([one[figure] / other[figure] for one, other in zip(theirs, ours, strict=True)])
 
 

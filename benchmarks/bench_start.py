@@ -1,5 +1,4 @@
-"""From the command to the first optimizer step with warm caches, beyond importing the same libraries; and what commands
-that need none of them take."""
+"""Time from the command to the first optimizer step with warm caches, minus the imports; and time of light commands."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def importing_s() -> float:
 
 
 def first_step_s(config: Path, folder: Path, number: int) -> float:
-    """Seconds until the run's log has its first line."""
+    """Seconds until losses.jsonl has its first line."""
     command = [sys.executable, "-c", TRAIN, "train", str(config), "--set", f"run.name=start-{number}"]
     log = folder / "runs" / f"start-{number}" / "losses.jsonl"
     begin = time.perf_counter()
@@ -43,7 +42,7 @@ def first_step_s(config: Path, folder: Path, number: int) -> float:
 
 
 def answered(*arguments: str) -> FigureSpread:
-    """Seconds of a whole command."""
+    """Seconds of a whole command, over ROUNDS runs."""
     taken = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
@@ -56,7 +55,7 @@ def rows() -> list[ClaimRow]:
     beyond = []
     with in_memory_folder() as folder:
         config = write_config(folder, train={"max_steps": 2})
-        first_step_s(config, folder, 0)  # fills the caches, and those of the file system
+        first_step_s(config, folder, 0)  # fills the caches and the page cache
         for number in range(1, ROUNDS + 1):
             ours, imports = first_step_s(config, folder, number), importing_s()
             say(f"first step after {ours:.2f} s, the imports alone {imports:.2f} s")
@@ -66,8 +65,8 @@ def rows() -> list[ClaimRow]:
     figure = FigureSpread(middle, min(beyond), max(beyond))
     return [
         at_most("start to first step, beyond imports", figure, LIMIT_S, unit="s", note="warm caches"),
-        at_most("supertuner --help", helped, 0.3, unit="s", note="a whole process"),
-        at_most("supertuner config validate", checked, 1.0, unit="s", note="a whole process"),
+        at_most("supertuner --help", helped, 0.3, unit="s", note="the whole process"),
+        at_most("supertuner config validate", checked, 1.0, unit="s", note="the whole process"),
     ]
 
 

@@ -1,13 +1,15 @@
-"""Times rivals in interleaved rounds and prints ratios with their spread; a claim is a row with a limit, met or missed.
+"""Times rivals in interleaved rounds and prints ratios with their spread; a claim is a row whose limit is met or missed.
 
-A bench file has `rows() -> list[Row]`, which does the work, and `main() -> int`, which is `return report(rows())`:
+A benchmark file has `rows() -> list[ClaimRow]`, which does the work, and `main() -> int`, which is `return
+report(rows())`:
 
-    def rows() -> list[Row]:
+    def rows() -> list[ClaimRow]:
         timings = interleave({"ours": ours, "memcpy": memcpy}, rounds=15)
         return [at_least("gather, share of memcpy", paired(timings["memcpy"], timings["ours"]), 0.80)]
 
-Clocks on a shared machine wander by 10 %, so rivals take turns inside each round, ratios are formed within a round
-(both saw the same weather), and the median of those ratios is reported with the lowest and the highest.
+Speed on a shared machine varies by 10 %. Therefore rivals take turns inside each round, ratios are formed within a
+round (where both had the same machine load), and the median of those ratios is reported with the lowest and the
+highest.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class RivalTiming:
 
 @dataclass(frozen=True, slots=True)
 class FigureSpread:
-    """A figure with the lowest and highest that the rounds gave."""
+    """The median of a figure over the rounds, with the lowest and the highest."""
 
     median: float
     low: float
@@ -58,7 +60,7 @@ class FigureSpread:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRow:
-    """One claim: a figure, its limit, and whether it was met; `met` is None for what has no limit or was not tried."""
+    """One claim: a figure, its limit, and whether it is met; `met` is None without a limit or if it was not measured."""
 
     name: str
     ratio: float
@@ -74,7 +76,7 @@ class ClaimRow:
 def interleave(
     rivals: Mapping[str, Callable[[], object]], rounds: int = 11, *, warmup: int = 1
 ) -> dict[str, RivalTiming]:
-    """Time every rival once per round, in an order that turns, so that nobody always runs after the same neighbour."""
+    """Time every rival once per round. The order rotates, so that no rival always runs after the same one."""
     names = list(rivals)
     for _ in range(warmup):
         for name in names:
@@ -92,7 +94,7 @@ def interleave(
 
 
 def paired(slow: RivalTiming, fast: RivalTiming, scale: float = 1.0) -> FigureSpread:
-    """How many times as fast `fast` is as `slow`, round by round. `scale`: work of `fast` per work of `slow`."""
+    """How many times as fast `fast` is as `slow`, per round. `scale` is the work of `fast` per work of `slow`."""
     ratios = [scale * s / f for s, f in zip(slow.rounds_s, fast.rounds_s, strict=True)]
     return FigureSpread(statistics.median(ratios), min(ratios), max(ratios))
 
@@ -108,18 +110,18 @@ def at_most(name: str, figure: FigureSpread | float, limit: float, *, unit: str 
 
 
 def noted(name: str, figure: FigureSpread | float, *, unit: str = "×", note: str = "") -> ClaimRow:
-    """A figure without a limit: said for the record."""
+    """A figure without a limit, for the record."""
     value, spread = _split(figure)
     return ClaimRow(name, value, float("nan"), None, unit, False, spread, note)
 
 
 def skipped(name: str, limit: float, reason: str) -> ClaimRow:
-    """A claim that could not be tried here; it counts as neither met nor missed, and is printed as such."""
+    """A claim that cannot be measured on this machine; it counts as neither met nor missed."""
     return ClaimRow(name, float("nan"), limit, None, note=reason)
 
 
 def report(rows: Sequence[ClaimRow], title: str = "") -> int:
-    """Print the table of claims; the exit code is 1 if any was missed."""
+    """Print the table of claims. Returns the exit code: 1 if a claim was missed."""
     out = sys.stdout
     if title:
         out.write(f"\n{title}\n")
@@ -128,15 +130,15 @@ def report(rows: Sequence[ClaimRow], title: str = "") -> int:
     for row in rows:
         out.write(f"{row.name:<{width}}  {_line(row)}\n")
     missed = sum(row.met is False for row in rows)
-    untried = sum(math.isnan(row.ratio) for row in rows)
-    tail = f", {untried} not tried" if untried else ""
+    not_measured = sum(math.isnan(row.ratio) for row in rows)
+    tail = f", {not_measured} not measured" if not_measured else ""
     out.write(f"{sum(row.met is True for row in rows)} met, {missed} missed{tail}\n")
     out.flush()
     return 1 if missed else 0
 
 
 def say(line: str) -> None:
-    """A line of detail while a bench runs."""
+    """Print a line of detail while a benchmark runs."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -152,7 +154,7 @@ def _line(row: ClaimRow) -> str:
     sign = "≤" if row.at_most else "≥"
     limit = "none" if math.isnan(row.limit) else f"{sign} {row.limit:.3g} {row.unit}"
     if math.isnan(row.ratio):
-        return f"{'-':>10}  {limit:>10}  {'':>19}  not tried: {row.note}"
+        return f"{'-':>10}  {limit:>10}  {'':>19}  not measured: {row.note}"
     spread = f"{row.spread[0]:.3g} to {row.spread[1]:.3g}" if row.spread else ""
     verdict = {True: "yes", False: "NO", None: "-"}[row.met]
     note = f"  {row.note}" if row.note else ""
@@ -167,7 +169,7 @@ def _split(figure: FigureSpread | float) -> tuple[float, tuple[float, float] | N
 
 @contextlib.contextmanager
 def in_memory_folder() -> Iterator[Path]:
-    """A folder on tmpfs, gone afterwards."""
+    """A folder on tmpfs that is removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="supertuner-bench-", dir="/dev/shm"))
     try:
         yield folder
@@ -177,7 +179,7 @@ def in_memory_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _collector_off() -> Iterator[None]:
-    """A garbage collection in the middle of one rival's turn would be charged to it."""
+    """Disable garbage collection, which would be charged to the rival in whose turn it happens."""
     was_on = gc.isenabled()
     gc.disable()
     try:

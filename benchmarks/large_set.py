@@ -1,6 +1,6 @@
-"""A large dataset as if it were staged and cached, made in seconds: what ranks pay for it can be measured.
+"""Creates a large staged and cached dataset in seconds, to measure what it costs each rank.
 
-Samples have a caption each, and no bytes; their source is gone, so that what is staged is all there is.
+Each sample has a caption and almost no bytes. The source folder does not exist, so only the staged data are used.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LATENTS = (4, 8, 8)
 def config_of(folder: Path) -> RunConfig:
     """A run whose dataset's folder does not exist."""
     dataset = {"id": "large", "instance_data_dir": folder / "gone", "resolution": 512, "bucket_step": 64}
-    given = {"run": {"output_dir": folder / "runs"}, "arena": {"home": folder / "home"}, "datasets": [dataset]}
-    return RunConfig.model_validate(given)
+    settings = {"run": {"output_dir": folder / "runs"}, "arena": {"home": folder / "home"}, "datasets": [dataset]}
+    return RunConfig.model_validate(settings)
 
 
 def stage(home: ArenaHome, dataset: DatasetSettings, count: int) -> str:
-    """An arena that holds `count` samples of the dataset; its name."""
+    """Create an arena with `count` samples of the dataset. Returns its name."""
     name = f"{dataset.id}-of-{count}"
     with home.build(name) as build:
         writer = build.open_writer()
@@ -70,20 +70,20 @@ def stage(home: ArenaHome, dataset: DatasetSettings, count: int) -> str:
 
 
 def fill_caches(config: RunConfig) -> None:
-    """Every entry that a run on the staged samples needs."""
+    """Create every cache entry that a run on the staged samples needs."""
     context, encoding = RunContext.silent(config.run.output_dir), encoding_of()
     with open_corpus(config, context) as corpus:
         needs = cache_requirements(config, corpus, encoding.fingerprints, encoding.dtype)
         plan = build_cache_plan(needs)
         for what in CACHE_KINDS:
-            kept = cache_placement("unified_memory", config, config.run.output_dir, "until_removed").primary
+            location = cache_placement("unified_memory", config, config.run.output_dir, "until_removed").primary
             shape = LATENTS if what == "latents" else (0,)
-            with CacheStore(kept, needs.namespace(what), context) as store:
+            with CacheStore(location, needs.namespace(what), context) as store:
                 store.fill(EntryRequest(plan.keys(what), _StubEntries(shape).make))
 
 
 def encoding_of() -> EncodingSpec:
-    """A stub: nothing is ever encoded with it."""
+    """A stub; nothing is ever encoded with it."""
     family, model = Family.__new__(Family), ModelDescription.__new__(ModelDescription)
     object.__setattr__(family, "unsupported_reason", lambda model, shape: None)
     object.__setattr__(model, "media_kinds", frozenset({"image"}))
@@ -111,7 +111,7 @@ def _columns(count: int) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
     columns["orientation"][:] = 1
     captions = [f"a caption of sample {number}, with a few words about it".encode() for number in range(count)]
     columns[CAPTION_INDEX] = np.arange(count + 1, dtype=np.int64)
-    columns[CAPTION_OFFSETS] = np.concatenate([[0], np.cumsum([len(one) for one in captions])]).astype(np.int64)
+    columns[CAPTION_OFFSETS] = np.concatenate([[0], np.cumsum([len(caption) for caption in captions])]).astype(np.int64)
     columns[CAPTION_BYTES] = np.frombuffer(b"".join(captions), np.uint8)
     columns[SET_ASIDE_TABLE] = np.frombuffer(b"[]", np.uint8)
     return columns

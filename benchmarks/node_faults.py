@@ -1,4 +1,4 @@
-"""Processes of a node of which one is killed while the others wait: how long until the last of them has ended."""
+"""Kills one process of a node while the others wait, and measures the time until the last of them has ended."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from supertuner.data.staging.follower import follow_staging
 RANKS = 3
 KINDS = ("stager", "encoder")
 NOTICED = 3
-"""The exit code of a process that ended because another is gone."""
+"""The exit code of a process that ended because it noticed that another one is gone."""
 
 
 def gathered(folder: Path, name: str, count: int) -> None:
-    """Wait until `count` processes are here."""
+    """Wait until `count` processes have reached this point."""
     (folder / f"{name}-{os.getpid()}").touch()
     while len(list(folder.glob(f"{name}-*"))) < count:
         time.sleep(0.005)
 
 
-def for_ever(folder: Path) -> None:
+def wait_forever(folder: Path) -> None:
     (folder / "waiting").touch()
     signal.pause()
 
 
 def stager(folder: Path, peers: NodePeers) -> None:
-    """The first never says that the dataset is there."""
+    """The first process never announces that the dataset is staged."""
     if peers.is_first:
-        for_ever(folder)
+        wait_forever(folder)
     follow_staging(ArenaHome(folder / "home"), "large", "on_demand", RunContext.silent(folder).with_peers(peers))
 
 
 def encoder(folder: Path, peers: NodePeers) -> None:
-    """The second never makes what it took."""
+    """The second process never encodes the entries that it claimed."""
 
     def make(numbers: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
         if peers.local_rank == 1:
-            for_ever(folder)
+            wait_forever(folder)
         for number in numbers.tolist():
             time.sleep(0.05)
             yield number, {"latents": torch.zeros(4)}
@@ -78,24 +78,24 @@ def rank(kind: str, folder: Path, number: int) -> int:
 
 
 def ended_s(kind: str, folder: Path) -> float:
-    """Seconds from the kill to the end of the last of the others."""
+    """Seconds from the kill until the last of the other processes has ended."""
     command, root = [sys.executable, "-m", "benchmarks.node_faults", kind, str(folder)], Path(__file__).parents[1]
     started = [subprocess.Popen([*command, str(number)], cwd=root) for number in range(RANKS)]
     try:
         while not (folder / "waiting").exists():
-            assert all(one.poll() is None for one in started), "a process ended before the kill"
+            assert all(process.poll() is None for process in started), "a process ended before the kill"
             time.sleep(0.005)
         victim = started[KINDS.index(kind)]
         victim.kill()
         begin = time.perf_counter()
-        codes = [one.wait() for one in started if one is not victim]
+        codes = [process.wait() for process in started if process is not victim]
         taken = time.perf_counter() - begin
         assert codes == [NOTICED] * (RANKS - 1), f"they ended with {codes}"
         return taken
     finally:
-        for one in started:
-            one.kill()
-            one.wait()
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 if __name__ == "__main__":

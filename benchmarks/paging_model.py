@@ -1,10 +1,10 @@
-"""A step with everything in managed memory and nothing fetched ahead, on the software superchip.
+"""Simulates a step with everything in managed memory and without prefetch, on the emulated superchip. Modelled.
 
-Each use touches its weights, activations and temporaries; what is not on the GPU faults and comes, least recently used
-blocks of memory leave for it, and the use waits: the same rule as in `playing`, where a use waits for its own data.
-Charitable to paging: touching what is there costs nothing beyond the work itself; activations are kept or recomputed,
-whichever is quicker; and memory that is dead is given back to the driver, which drops it and faults it in anew, or kept
-by a caching allocator, which faults once but has dead pages evicted like others, whichever is quicker. Modelled.
+Each pass of a block touches its weights, activations and temporaries. What is not on the GPU faults and is copied in,
+the least recently used pages are evicted for it, and the pass waits, as it waits for its data in `simulate.py`. The
+model favours paging: touching resident memory costs nothing; activations are kept or recomputed, whichever is faster;
+and freed memory is either returned to the driver, which drops it and faults it in again, or kept by a caching
+allocator, which faults once but whose free pages are evicted like others, whichever is faster.
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ from supertuner.plan.placement.throughput import MemoryLimits, emulator_figures
 
 GPU = GpuLocation(0)
 SIMULATED_MICRO_BATCHES = 2
-"""Of a window that are played; further ones take as long as the last."""
+"""Micro-batches of a window that are simulated; further ones take as long as the last of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedWindow:
-    """One window in a run of many."""
+    """Modelled times of one window in the steady state."""
 
     seconds: float
     link_s: float
-    """Of these, the link was busy."""
+    """Time in which the link was busy."""
     activations: ActivationPolicy
-    """Of all activations."""
+    """The policy of all recomputable blocks."""
 
 
 def simulate_paging(
     step: TimedStep, machine: MachineSpec, limits: MemoryLimits, *, batch_on_host: bool = False
 ) -> PagedWindow | None:
-    """The quicker of keeping and recomputing. None: the memories together are too small.
+    """The fastest combination of keeping or recomputing activations, with or without a caching allocator. None: both
+    memories together are too small.
 
-    `latents_at_home`: the batch prefers host memory and is read there, as in the seeds' policy.
+    `batch_on_host`: the batch is kept in host memory and read there, as in the GH200 forks.
     """
     simulated_windows = []
     for policy, caching in product((ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE), (False, True)):
         try:
             simulated_windows.append(_PagingSimulator(step, machine, limits, policy, batch_on_host, caching).simulate())
         except DriverError:
-            continue  # too large for both memories; another may fit
+            continue  # this combination exceeds both memories; another may fit
     return min(simulated_windows, key=lambda paged: paged.seconds, default=None)
 
 
@@ -67,13 +68,12 @@ class _PagingSimulator:
     ) -> None:
         self._step, self._policy, self._caching = step, policy, caching
         self._cached_spans: dict[int, list[AddressRange]] = {}
-        """Dead ranges that the caching allocator keeps, by their size."""
+        """Free ranges that the caching allocator keeps, by size."""
         self._scratch_span: AddressRange | None = None
         figures = emulator_figures(machine.title, step.rates, limits, ats=machine.ats)
         figures = replace(figures, gpu_read_bytes_s=math.inf, gpu_write_bytes_s=math.inf, host_bytes_s=math.inf)
-        pages = (
-            EmulatorParameters().fault_batch_pages * 65536 // PAGE_BYTES
-        )  # batches of as many bytes, whatever the page
+        # A batch of page faults has the same bytes for every page size.
+        pages = EmulatorParameters().fault_batch_pages * 65536 // PAGE_BYTES
         parameters = EmulatorParameters(fault_batch_pages=pages, duplex=step.rates.duplex)
         self._chip = EmulatedSuperchip(figures, page_bytes=PAGE_BYTES, parameters=parameters)
         blocks = step.table.blocks
@@ -94,7 +94,7 @@ class _PagingSimulator:
         return PagedWindow(self._chip.clock.now - begin + extra, self._link_busy_s() - busy, self._policy)
 
     def _run_window(self) -> float:
-        """One window; the seconds of micro-batches that were not played."""
+        """Simulates one window. Returns the seconds of the micro-batches that were not simulated."""
         count, micro = len(self._weights), self._step.table.micro_batches
         last = 0.0
         for _ in range(min(micro, SIMULATED_MICRO_BATCHES)):
@@ -150,7 +150,7 @@ class _PagingSimulator:
                 self._chip.touch(span, GPU, write=write)
 
     def _allocate_filled(self, nbytes: int) -> AddressRange | None:
-        """Managed memory that the host has filled."""
+        """Managed memory that the host has written."""
         span = self._allocate(nbytes)
         if span is not None:
             self._chip.touch(span, HOST, write=True)
@@ -162,7 +162,7 @@ class _PagingSimulator:
         return AddressRange(self._chip.allocate(MemoryKind.MANAGED, nbytes), nbytes) if nbytes else None
 
     def _scratch(self, nbytes: int) -> AddressRange | None:
-        """The beginning of one range that all temporaries share."""
+        """The first `nbytes` of one range that all temporaries share."""
         if self._scratch_span is None:
             blocks = self._step.table.blocks
             largest = max(b.saved_bytes + max(b.forward_peak_bytes, b.backward_peak_bytes) for b in blocks)

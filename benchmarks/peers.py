@@ -1,8 +1,8 @@
-"""The stores that the arena is measured against, each in the fastest mode its own documentation names.
+"""The stores that the arena is compared with, each in the fastest mode that its documentation names.
 
-A peer writes `samples` ([n, nbytes] uint8) once into a folder, then fills the rows of a batch from random numbers: what
-a trainer needs is one contiguous batch, so a peer that hands out single samples copies each into its row. The folder is
-in memory for everybody, so nobody waits for a disk.
+A peer writes `samples` ([n, nbytes] uint8) once into a folder, then fills the rows of a batch by random sample indices.
+A trainer needs one contiguous batch, so a peer that returns single samples copies each into its row. The folder of
+every peer is in memory, so no disk is involved.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Gather: TypeAlias = Callable[[NDArray[np.int64], Bytes], None]
-"""Fill the rows of the second argument with the samples numbered in the first."""
+"""Fill the rows of the second argument with the samples whose indices are in the first."""
 Opener: TypeAlias = Callable[[Path, Bytes], Gather]
 """Write the samples into the folder and open them for reading."""
 
@@ -51,11 +51,11 @@ def lmdb_gather(folder: Path, samples: Bytes) -> Gather:
 
 
 def huggingface_gather(folder: Path, samples: Bytes) -> Gather:
-    """HF datasets as documented for bytes: a memory-mapped Arrow file, a whole batch of indices asked for at once.
+    """HF datasets as documented for bytes: a memory-mapped Arrow file, indexed with a whole batch of indices.
 
     https://huggingface.co/docs/datasets/access and https://huggingface.co/docs/datasets/about_arrow. Its numpy and
-    torch formats are no choice here: of uint8 lists they make int64 (a third of the speed), and of binary values
-    numpy's fixed-width bytes, which lose zeros at the end.
+    torch formats are not suitable: they turn uint8 lists into int64 (a third of the speed), and binary values into
+    numpy's fixed-width bytes, which lose trailing zeros.
     """
     dataset = _arrow_dataset(folder, samples)
 
@@ -69,7 +69,7 @@ def huggingface_gather(folder: Path, samples: Bytes) -> Gather:
 
 
 def huggingface_arrow_gather(folder: Path, samples: Bytes) -> Gather:
-    """HF datasets with the format "arrow" and the batch's buffers read by hand: what an expert gets out of it.
+    """HF datasets with the format "arrow", reading the batch's buffers directly: the fastest use of it that we know.
 
     https://huggingface.co/docs/datasets/use_with_pyarrow; the buffers are documented by Arrow, not by datasets.
     """
@@ -100,7 +100,7 @@ def _arrow_dataset(folder: Path, samples: Bytes) -> Any:
 
 
 def safetensors_gather(folder: Path, samples: Bytes) -> Gather:
-    """safetensors: `safe_open`, which maps the file and makes each tensor when it is asked for.
+    """safetensors: `safe_open`, which maps the file and creates each tensor on request.
 
     https://huggingface.co/docs/safetensors/index ("lazy loading"); one tensor per sample, as a dataset of latents is.
     """
@@ -142,7 +142,7 @@ def mosaic_gather(folder: Path, samples: Bytes) -> Gather:
 
 
 def webdataset_gather(folder: Path, samples: Bytes) -> Gather:
-    """WebDataset: tar shards read from front to back, no shuffle buffer, no decoding. It has no random access at all.
+    """WebDataset: tar shards read sequentially, no shuffle buffer, no decoding. It has no random access.
 
     https://webdataset.github.io/webdataset/ (sequential reading is the point of the format).
     """
@@ -169,7 +169,7 @@ def webdataset_gather(folder: Path, samples: Bytes) -> Gather:
 
 
 class FilePerSampleDataset:
-    """One file per sample, as a torch Dataset; a whole batch is asked for at once, as DataLoader allows."""
+    """One file per sample, as a torch Dataset that loads a whole batch in one call (`__getitems__`)."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         self.folder = str(folder)
@@ -186,7 +186,7 @@ class FilePerSampleDataset:
 
 
 class ReplayBatchSampler:
-    """A batch sampler for persistent workers: each epoch of the loader is the batches that were asked for last."""
+    """A batch sampler for persistent workers: each epoch of the loader yields the batches that were set last."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -202,7 +202,7 @@ def dataloader_rounds(folder: Path, samples: Bytes) -> Callable[[list[NDArray[np
     """torch DataLoader over files: 2 persistent workers, prefetching, a batch read and collated inside the worker.
 
     https://docs.pytorch.org/docs/stable/data.html (`persistent_workers`, `prefetch_factor`, `__getitems__`). It is
-    given a whole round of batches, so that its workers can read ahead; batches arrive in shared memory, not copied.
+    gets a whole round of batches, so that its workers can read ahead; batches arrive in shared memory without a copy.
     """
     from torch.utils.data import DataLoader
 
@@ -211,7 +211,7 @@ def dataloader_rounds(folder: Path, samples: Bytes) -> Callable[[list[NDArray[np
     turns = ReplayBatchSampler()
     dataset: Any = FilePerSampleDataset(folder, samples.shape[1])
     loader = DataLoader(
-        dataset, batch_sampler=turns, num_workers=2, persistent_workers=True, prefetch_factor=4, collate_fn=_as_it_is
+        dataset, batch_sampler=turns, num_workers=2, persistent_workers=True, prefetch_factor=4, collate_fn=_unchanged
     )
 
     def play(batches: list[NDArray[np.int64]]) -> None:
@@ -222,27 +222,27 @@ def dataloader_rounds(folder: Path, samples: Bytes) -> Callable[[list[NDArray[np
     return play
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
 def _import_mosaic() -> None:
-    """Its package imports vision, text and transformers on the way to reading bytes; empty stand-ins will do.
+    """Import `streaming` with empty stand-ins for its vision, text and transformers imports, which bytes do not need.
 
-    They are taken away again: HF datasets looks whether transformers is there, and would believe them.
+    The stand-ins are removed again, because HF datasets checks whether transformers is importable.
     """
     if importlib.util.find_spec("streaming") is None:
         raise ModuleNotFoundError("streaming", name="streaming")
     names = {f"streaming.{part}": "" for part in ("text", "vision", "multimodal")}
     names |= {"transformers": "", "transformers.feature_extraction_utils": "BatchFeature"}
     names |= {"transformers.tokenization_utils_base": "BatchEncoding"}
-    lent = {name: types.ModuleType(name) for name in names if name not in sys.modules}
-    for name, module in lent.items():
+    stand_ins = {name: types.ModuleType(name) for name in names if name not in sys.modules}
+    for name, module in stand_ins.items():
         if names[name]:
             setattr(module, names[name], dict)
-    sys.modules.update(lent)
+    sys.modules.update(stand_ins)
     importlib.import_module("streaming")
-    for name in lent:
+    for name in stand_ins:
         del sys.modules[name]
 
 

@@ -1,13 +1,13 @@
-"""What a plan is compared with: other ways to run the same step on the same machine, by the same rules.
+"""The strategies that plans are compared with: the same step on the same machine, simulated by the same rules.
 
-Each gets the best that its own idea allows; None where it does not fit. All times are modelled.
+Each strategy gets its best variant; None if it does not fit. All times are modelled.
 
     all in HBM               nothing moves, nothing is recomputed
-    checkpointing            every block recomputed; weights and optimizer placed and fetched ahead as well as can be
-    block swapping           as many blocks' weights at home as must be, fetched when they are used and not before;
-                             activations all kept or all recomputed
-    paging                   everything managed, nothing fetched ahead, least recently used leaves
-    seeds                    paging, with the batch's home in host memory and read there
+    checkpointing            every block is recomputed; weights and optimizer are placed and prefetched optimally
+    block swapping           as few blocks as necessary are kept in host memory and fetched when they are used, without
+                             prefetch; activations are all kept or all recomputed
+    paging                   everything is managed memory without prefetch; the least recently used pages are evicted
+    GH200 forks              paging, with the batch kept in host memory and read there
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
 @dataclass(frozen=True, slots=True)
 class BaselineTimes:
-    """Modelled seconds of a window; None: it does not fit."""
+    """Modelled seconds of a window under each strategy; None: it does not fit."""
 
     all_in_hbm: float | None
     checkpointing: float | None
@@ -50,12 +50,12 @@ def compute_baselines(
 
 
 def best_checkpointing(step: TimedStep, limits: MemoryLimits) -> ChoiceEvaluation | None:
-    """Every block that can be is recomputed; all else is as good as streaming ahead makes it."""
+    """Every recomputable block is recomputed; weights are streamed with the best number of blocks and distance."""
     return _best_streaming(step, limits, [_same_policy(step, ActivationPolicy.RECOMPUTE)], (1, 2, 3))
 
 
 def best_block_swapping(step: TimedStep, limits: MemoryLimits) -> ChoiceEvaluation | None:
-    """Weights come when they are needed, and computation waits for them."""
+    """Weights are fetched when they are needed, and the computation waits for them."""
     return _best_streaming(
         step, limits, [_same_policy(step, ActivationPolicy.KEEP), _same_policy(step, ActivationPolicy.RECOMPUTE)], (0,)
     )
@@ -64,7 +64,7 @@ def best_block_swapping(step: TimedStep, limits: MemoryLimits) -> ChoiceEvaluati
 def _best_streaming(
     step: TimedStep, limits: MemoryLimits, policies: Sequence[tuple[ActivationPolicy, ...]], distances: Sequence[int]
 ) -> ChoiceEvaluation | None:
-    """The best number of blocks at home, for each place of the optimizer."""
+    """The best number of streamed blocks over all placements of the optimizer."""
     evaluations = []
     count = len(step.weight_bytes)
     order = (

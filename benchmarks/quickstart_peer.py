@@ -1,8 +1,9 @@
-"""The quickstart's training as one would write it down with diffusers and peft: the peer of `make baseline-check`.
+"""The quickstart's training as a plain loop with diffusers and peft: the peer of `make baseline-check`.
 
-It reads the same pictures, trains LoRA of the same size on the same layers of the same experts, and takes as many
-samples in each step; everything lies ready in memory. It is started with an order (`supertuner.tools.baseline.record`)
-and takes turns with what is measured. What it learns is not compared, only what it takes.
+It reads the same pictures, trains LoRA of the same rank on the same layers of the same experts, and processes as many
+samples in each step; all data are in memory. Its argument is the file of a `MeasurementRequest`
+(supertuner.tools.baseline.record), and it takes turns with SuperTuner. Its times and memory are compared, its losses
+not.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from supertuner.tools.baseline.recorder import MeasurementRecorder
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
 TRAIN_STEPS = 1000
 BATCH = 32
-"""Pictures that are encoded together."""
+"""Pictures per VAE call."""
 
 
 def main(file: str) -> int:
-    order = read_request(Path(file))
-    recorder = MeasurementRecorder(order.begun, order.turn_steps)
-    settings = json.loads(Path(order.config).read_bytes())
-    train(settings, Path(order.config).parent, order.schedule, recorder)
+    request = read_request(Path(file))
+    recorder = MeasurementRecorder(request.begun, request.turn_steps)
+    settings = json.loads(Path(request.config).read_bytes())
+    train(settings, Path(request.config).parent, request.schedule, recorder)
     job = MeasuredJob(
         steps=tuple(recorder.steps),
         start=recorder.startup_times(),
@@ -37,9 +38,9 @@ def main(file: str) -> int:
         losses="",
         versions=package_versions(),
         code=__file__,
-        seconds=time.monotonic() - order.begun,
+        seconds=time.monotonic() - request.begun,
     )
-    write_job(Path(order.out), job)
+    write_job(Path(request.out), job)
     return 0
 
 
@@ -71,11 +72,11 @@ def train(
             rows = torch.randint(len(latents), (count,))
             clean, noise = latents[rows], torch.randn((count, *latents.shape[1:]))
             share = torch.sigmoid(torch.randn(count))
-            level = boundary + (1 - boundary) * share if name == "high_noise" else boundary * share
-            mixed = level.view(-1, 1, 1, 1, 1)
+            sigma = boundary + (1 - boundary) * share if name == "high_noise" else boundary * share
+            mixed = sigma.view(-1, 1, 1, 1, 1)
             predicted = experts[name](
                 hidden_states=(1 - mixed) * clean + mixed * noise,
-                timestep=level * TRAIN_STEPS,
+                timestep=sigma * TRAIN_STEPS,
                 encoder_hidden_states=texts[rows],
                 return_dict=False,
             )[0]

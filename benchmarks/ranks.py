@@ -1,7 +1,7 @@
-"""Benchmarks of several processes: a benchmark's file started as ranks, a run opened in each of them, and two rivals
-that take turns in the same processes: our engine, and the same mathematics as a person would write it down.
+"""Benchmarks with several ranks: starts a benchmark file as ranks, opens a run in each, and times two rivals in turns.
 
-The turns are short, and lie within one training: on a shared machine, rounds of seconds measure its neighbours.
+The rivals are SuperTuner's training loop and a plain loop with the same mathematics, in the same processes. The turns
+are short and alternate within one training: on a shared machine, rounds of seconds would measure other processes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from supertuner.sinks.training_events import TRAIN_STEP
 from supertuner.train.run.training_run import TrainingRun
 
 TURN, MICRO, BATCH = 8, 4, 4
-"""Windows of a turn, micro-batches of a window and process, samples of a micro-batch."""
+"""Windows per turn, micro-batches per window and process, samples per micro-batch."""
 TURNS, WARM_UP = 25, 2
 STEPS = TURN * (TURNS + WARM_UP)
 RIVALS = ("ours", "bare")
 
 
 class ResidualLinearModel(nn.Module):
-    """Layers of `width` × `width` weights: sums have something to carry, and shards something to gather."""
+    """`count` layers of `width` × `width` weights, so that there are gradients to sum and shards to gather."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class ResidualLinearModel(nn.Module):
 
 
 def main_of(rows: Callable[[], list[ClaimRow]], run_rank: Callable[..., None]) -> int:
-    """A benchmark's command: the whole of it, or one of its processes."""
+    """The command of a benchmark file: the whole benchmark, or with `--rank` one of its processes."""
     if sys.argv[1:2] == ["--rank"]:
         *of, answer = sys.argv[2:]
         run_rank(*of, Path(answer))
@@ -65,7 +65,7 @@ def main_of(rows: Callable[[], list[ClaimRow]], run_rank: Callable[..., None]) -
 
 
 def timed(file: str, ranks: int, *arguments: str) -> dict[str, RivalTiming]:
-    """The rivals' turns as the first of the processes measured them; each runs `file --rank ARGUMENTS ANSWER`."""
+    """The times of the rivals' turns, measured by rank 0; each process runs `file --rank ARGUMENTS ANSWER`."""
     with tempfile.TemporaryDirectory() as answers:
         answer = Path(answers) / "times.json"
         with _processes(file, ranks, [*arguments, str(answer)]) as processes:
@@ -75,24 +75,24 @@ def timed(file: str, ranks: int, *arguments: str) -> dict[str, RivalTiming]:
 
 
 def beyond(times: dict[str, RivalTiming]) -> FigureSpread:
-    """Milliseconds per micro-batch that ours takes longer."""
-    pairs = zip(*(times[who].rounds_s for who in RIVALS), strict=True)
+    """Milliseconds per micro-batch that SuperTuner takes longer than the plain loop."""
+    pairs = zip(*(times[rival].rounds_s for rival in RIVALS), strict=True)
     each = sorted((ours - bare) / (TURN * MICRO) * 1e3 for ours, bare in pairs)
     return FigureSpread(each[len(each) // 2], each[0], each[-1])
 
 
 def place_here() -> LauncherEnvironment:
-    """Which of the processes this is."""
+    """Rank and world size of this process."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return LauncherEnvironment(rank, ranks, rank, ranks)
 
 
 class _AlternatingSink:
-    """A sink of the run: after every `TURN` steps of ours it is the other's turn, in the middle of the training."""
+    """A sink of the run that lets the plain loop run for `TURN` steps after every `TURN` steps of training."""
 
     def __init__(self, run: TrainingRun, bare: Callable[[], None]) -> None:
         self._sink, self._parallel, self._bare = run.context.sink, run.process_group, bare
-        self.times: dict[str, list[float]] = {who: [] for who in RIVALS}
+        self.times: dict[str, list[float]] = {rival: [] for rival in RIVALS}
         self._steps = 0
         self._begun = time.perf_counter()
 
@@ -110,14 +110,14 @@ class _AlternatingSink:
             self._begin()
 
     def _begin(self) -> None:
-        """All processes together, and without what the other left to clean up."""
+        """Start the next turn in all processes at once, after a garbage collection."""
         gc.collect(0)
         self._parallel.all_reduce_max([0])
         self._begun = time.perf_counter()
 
 
 def measure(run: TrainingRun, bare: Callable[[int], None], micro: int, answer: Path) -> None:
-    """A rank's side: both rivals in turns. `bare` is told the micro-batches of a window."""
+    """In each rank: run both rivals in turns. `bare` receives the number of micro-batches per window."""
     from supertuner.train.loop import train
 
     turns = _AlternatingSink(run, lambda: bare(micro))
@@ -126,11 +126,11 @@ def measure(run: TrainingRun, bare: Callable[[int], None], micro: int, answer: P
     train(run)
     gc.enable()
     if run.process_group.rank == 0:
-        answer.write_text(json.dumps({who: found[WARM_UP:] for who, found in turns.times.items()}))
+        answer.write_text(json.dumps({rival: seconds[WARM_UP:] for rival, seconds in turns.times.items()}))
 
 
 def samples(run: TrainingRun) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Gives (clean, noise, level) of a micro-batch, of tensors that lie ready in memory."""
+    """A function that returns (clean, noise, sigma) of a micro-batch from tensors in memory."""
     from supertuner.data.ordering.micro_batches import micro_batches
 
     order = run.collator.corpus.order
@@ -151,7 +151,7 @@ def samples(run: TrainingRun) -> Callable[[], tuple[torch.Tensor, torch.Tensor, 
 def opened_run(
     name: str, folder: Path, place: LauncherEnvironment, micro: int, **settings: Any
 ) -> Iterator[TrainingRun]:
-    """The run of one of several processes, with every report that a user gets by default."""
+    """The run of one of several processes, with the default reports."""
     from supertuner.arena.run_context import RunContext
     from supertuner.config.sources.load import load_config
     from supertuner.distributed.torch_process_group import open_process_group
@@ -164,16 +164,16 @@ def opened_run(
     config = folder / f"{name}.json"
     if place.is_main_process:
         windows = {"batch_size": BATCH, "gradient_accumulation_steps": micro, "max_steps": STEPS}
-        # fp32: what the peer computes in
-        made = write_config(folder, train={**windows, "mixed_precision": "fp32"}, run={"name": name}, **settings)
-        made.rename(config)
-    while not config.exists():  # the first writes it
+        # fp32, as in the plain loop
+        written = write_config(folder, train={**windows, "mixed_precision": "fp32"}, run={"name": name}, **settings)
+        written.rename(config)
+    while not config.exists():  # rank 0 writes it
         time.sleep(0.01)
     loaded, pulse = load_config(config), Heartbeat()
     with ExitStack() as opened:
 
-        def enter(one: AbstractContextManager[Any]) -> Any:
-            return opened.enter_context(one)
+        def enter(context: AbstractContextManager[Any]) -> Any:
+            return opened.enter_context(context)
 
         parallel = enter(open_process_group(loaded.config.parallel, place, torch.device("cpu"), pulse))
         work = enter(open_session(loaded, place))
@@ -184,7 +184,7 @@ def opened_run(
 
 @contextmanager
 def _processes(file: str, ranks: int, arguments: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The file as a launcher would start it; whatever happens, none is left."""
+    """Start the file as a launcher would; on exit all processes are killed."""
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(hours=1))

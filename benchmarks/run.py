@@ -1,4 +1,4 @@
-"""Runs every bench file, each in a process of its own, and closes with one table of ratio, limit and met.
+"""Runs every benchmark file in a separate process, and prints one table of all claims at the end.
 
 `python benchmarks/run.py [name …]` runs only the named ones (`gather` for bench_gather.py).
 """
@@ -25,7 +25,7 @@ def bench_names() -> list[str]:
 
 
 def run_one(name: str, rows_file: Path) -> None:
-    """The child's side: run one bench and leave its rows where the parent looks."""
+    """In the child process: run one benchmark and write its rows to `rows_file`."""
     module = importlib.import_module(f"benchmarks.bench_{name}")
     rows: list[ClaimRow] = module.rows()
     report(rows, title=name)
@@ -33,13 +33,13 @@ def run_one(name: str, rows_file: Path) -> None:
 
 
 def run_apart(name: str) -> list[ClaimRow]:
-    """The rows of one bench; a bench that dies is a missed claim, and the others still run."""
+    """The rows of one benchmark, run in a child process; a benchmark that fails becomes a missed claim."""
     say(f"\n── {name} " + "─" * max(4, 76 - len(name)))
     with tempfile.TemporaryDirectory() as folder:
         rows_file = Path(folder) / "rows.json"
         done = subprocess.run([sys.executable, str(HERE / "run.py"), "--one", name, str(rows_file)], check=False)
         if done.returncode != 0 or not rows_file.exists():
-            return [ClaimRow(f"{name} ran to its end", 0.0, 1.0, False, note=f"exit code {done.returncode}")]
+            return [ClaimRow(f"{name} finished", 0.0, 1.0, False, note=f"exit code {done.returncode}")]
         return [ClaimRow(**fields) for fields in json.loads(rows_file.read_text())]
 
 
@@ -50,9 +50,9 @@ def main(arguments: list[str]) -> int:
     known = bench_names()
     unknown = [name for name in arguments if name not in known]
     if unknown:
-        say(f"no bench called {', '.join(unknown)}; there are: {', '.join(known)}")
+        say(f"unknown benchmark {', '.join(unknown)}; choose from {', '.join(known)}")
         return 2
-    # Threads are a subject of their own in these benches; libraries must not add theirs in between.
+    # The benchmarks set numbers of threads explicitly; libraries must not add their own.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = [row for name in arguments or known for row in run_apart(name)]
     return report(rows, title="all claims")

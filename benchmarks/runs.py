@@ -1,4 +1,4 @@
-"""Small training runs for benchmarks: pictures, a configuration, and a run on a model that computes next to nothing."""
+"""Small training runs for benchmarks: pictures, a configuration, and a run of a model that computes almost nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PICTURES = 32
 
 
 def write_config(folder: Path, **blocks: Any) -> Path:
-    """Pictures and a configuration that trains a tiny Wan2.2 on them, all else as it is by default."""
+    """Write pictures and a configuration that trains a tiny Wan2.2 on them, with `blocks` merged into it."""
     from PIL import Image
 
     data = folder / "data"
@@ -55,7 +55,7 @@ def write_config(folder: Path, **blocks: Any) -> Path:
 
 
 class SingleScaleModel(nn.Module):
-    """One number: what a step costs beside the model."""
+    """A model with one parameter, so that a step measures everything except the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def denoise_with_scale(
 
 @contextmanager
 def opened(config: Path) -> Iterator[tuple[RunSession, TrainingRun]]:
-    """The run of a configuration, ready to train, with every report that a user gets by default."""
+    """The run of a configuration, ready to train, with the default reports."""
     from contextlib import ExitStack
 
     with open_session(load_config(config)) as work, ExitStack() as reports:
@@ -84,19 +84,19 @@ def opened(config: Path) -> Iterator[tuple[RunSession, TrainingRun]]:
 
 
 def lighten(run: TrainingRun, denoise: Any = denoise_with_scale) -> None:
-    """Let the run train `NearlyNothing` instead of its model; data, caches, logs and reports stay as they are."""
+    """Replace the run's model by `SingleScaleModel`; data, caches, logs and reports stay as they are."""
     run.step_options = replace(run.step_options, denoise=denoise)
-    run.expert_states = tuple(_light(run, trainee) for trainee in run.expert_states)
+    run.expert_states = tuple(_light(run, expert_state) for expert_state in run.expert_states)
 
 
-def _light(run: TrainingRun, trainee: ExpertState) -> ExpertState:
+def _light(run: TrainingRun, expert_state: ExpertState) -> ExpertState:
     module = SingleScaleModel()
     parameters = dict(module.named_parameters())
-    optimizer = build_optimizer(run.config.optimizer, parameters, trainee.expert.name)
-    return ExpertState(trainee.expert, module, parameters, optimizer)
+    optimizer = build_optimizer(run.config.optimizer, parameters, expert_state.expert.name)
+    return ExpertState(expert_state.expert, module, parameters, optimizer)
 
 
 def rewind(run: TrainingRun) -> None:
-    """To the first step again."""
+    """Set the run back to its first step."""
     run.step = 0
     run.loss_log.reset()

@@ -1,7 +1,7 @@
-"""The steps that plans are judged by: traced at full size on fake tensors, and kept as tables beside this file.
+"""The training steps on which plans are evaluated: traced at full size on fake tensors, and stored in plan_tables/.
 
-`python benchmarks/workloads.py [name …]` traces them anew, in half a minute each and half a gigabyte: when families,
-trainer or trace change, figures of bench_plan.py should be of today's step. Nothing is downloaded.
+`python benchmarks/workloads.py [name …]` traces them again (half a minute and half a gigabyte each). Do so when model
+families, the trainer or the trace change, so that bench_plan.py evaluates the current step. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class PlanWorkload:
     samples: int
     adapter: Mapping[str, Any]
     picture: tuple[int, ...] | None = None
-    """What a model that edits is given."""
+    """Shape of the reference image of an editing model."""
     both_experts: bool = False
-    """Whether another expert as large waits meanwhile."""
+    """Whether another expert of the same size is idle meanwhile."""
 
 
 _WAN = "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
@@ -56,14 +56,14 @@ WORKLOADS: Final[Mapping[str, PlanWorkload]] = {
     ),
     "flux-lora": PlanWorkload("Flux dev LoRA, batch 1, 512×512", "flux", _FLUX, (3, 512, 512), 1, _LORA),
 }  # fmt: skip
-"""The four of the plan's goals, Flux at two batch sizes; one whose activations fit host memory; one that fits a GPU."""
+"""The four goals of planning (Flux at two batch sizes), one whose activations fit host memory, one that fits a GPU."""
 
 
 def table(name: str) -> StepTable:
-    """As it was traced."""
-    kept = json.loads((TABLES / f"{name}.json").read_text())
-    fields = {key: value for key, value in kept.items() if key not in ("blocks", "update", "made")}
-    return StepTable(blocks=tuple(_blocks(kept["blocks"])), update=OperatorWork(**kept["update"]), **fields)
+    """The stored table of a workload."""
+    stored = json.loads((TABLES / f"{name}.json").read_text())
+    fields = {key: value for key, value in stored.items() if key not in ("blocks", "update", "made")}
+    return StepTable(blocks=tuple(_blocks(stored["blocks"])), update=OperatorWork(**stored["update"]), **fields)
 
 
 def _blocks(rows: Sequence[Mapping[str, Any]]) -> list[BlockCosts]:
@@ -75,8 +75,8 @@ def _blocks(rows: Sequence[Mapping[str, Any]]) -> list[BlockCosts]:
     return found
 
 
-def _kept(made: StepTable, how: str) -> dict[str, Any]:
-    """Neighbours that are alike in one row."""
+def _to_json(made: StepTable, how: str) -> dict[str, Any]:
+    """The table with equal neighbouring blocks joined into one row."""
     rows: list[dict[str, Any]] = []
     for block in made.blocks:
         fields = {key: value for key, value in asdict(block).items() if key != "name"}
@@ -88,7 +88,7 @@ def _kept(made: StepTable, how: str) -> dict[str, Any]:
 
 
 def trace(name: str) -> StepTable:
-    """The step as it is today."""
+    """Trace the current training step of a workload."""
     from supertuner.config.settings.run_config import RunConfig
     from supertuner.models.published_models import describe_model
     from supertuner.plan.trace.cuda_kernels import CudaDevice
@@ -97,22 +97,22 @@ def trace(name: str) -> StepTable:
     from supertuner.plan.trace.training_step import trace_training_step
     from supertuner.step.expert_setup import selected_experts
 
-    one = WORKLOADS[name]
+    workload = WORKLOADS[name]
     config = RunConfig.model_validate(
         {
-            "model": {"family": one.family, "path": one.path},
-            "adapter": one.adapter,
-            "train": {"batch_size": one.samples, "max_steps": 1},
+            "model": {"family": workload.family, "path": workload.path},
+            "adapter": workload.adapter,
+            "train": {"batch_size": workload.samples, "max_steps": 1},
         }
     )
     family, model, _ = describe_model(config.model)
-    shape = EncoderShapeProbe(config, family, model).batch_shape(one.samples, one.media, one.picture)
+    shape = EncoderShapeProbe(config, family, model).batch_shape(workload.samples, workload.media, workload.picture)
     expert = selected_experts(config, model)[0]
     found = build_step_table(
         trace_training_step(config, family, model, expert, shape, device=CudaDevice())
     )
     other = found.weight_bytes + sum(block.state_bytes for block in found.blocks)
-    return replace(found, idle_bytes=other if one.both_experts else 0)
+    return replace(found, idle_bytes=other if workload.both_experts else 0)
 
 
 def main(names: Sequence[str]) -> int:
@@ -123,7 +123,7 @@ def main(names: Sequence[str]) -> int:
     TABLES.mkdir(exist_ok=True)
     for name in names or list(WORKLOADS):
         how = f"traced on {datetime.date.today()} with torch {torch.__version__}"
-        text = json.dumps(_kept(trace(name), how), indent=1)
+        text = json.dumps(_to_json(trace(name), how), indent=1)
         (TABLES / f"{name}.json").write_text(text + "\n")
         sys.stdout.write(f"{name}: {WORKLOADS[name].title}, {how}\n")
         sys.stdout.flush()

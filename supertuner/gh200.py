@@ -1,9 +1,9 @@
-"""The seeds' names, for scripts that were written against them. Nothing of ours imports this file.
+"""The names of the GH200 forks, for scripts written against them. No module of this package imports this file.
 
     from supertuner.gh200 import optimize_batch_for_gh200, prefer_cpu_residency
 
-What differs from the seeds: every call says what became of it, the ramp changes only where a window begins and knows
-how many processes there are, and hints do something on stock PyTorch.
+Differences from the forks: every call returns its outcome, the ramp changes only at the start of a window and takes the
+world size into account, and hints work with stock PyTorch.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class _RampSegment:
-    """Consecutive windows of equally many micro-batches."""
+    """Consecutive windows with the same number of micro-batches."""
 
     first_micro_batch: int
-    """The first micro-batch."""
     accumulation_steps: int
 
 
 class GH200GradientRamp:
-    """How many micro-batches a window takes, for a loop that sets `gradient_accumulation_steps` before each of them.
+    """The number of micro-batches per window, for a loop that sets `gradient_accumulation_steps` before each of them.
 
         ramp = GH200GradientRamp(4, 32, 400, train_batch_size=1, world_size=1)
         accelerator.gradient_accumulation_steps = ramp.gradient_accumulation_steps(micro_batch)
 
-    A function of the micro-batch alone: nothing to save, and a resumed loop goes on alike. It is constant inside a
-    window, so no gradient is weighted by a number that was not the window's. All micro-batches are taken to be full.
+    It is a function of the micro-batch index alone: there is no state to save, and a resumed loop gets the same values.
+    It is constant inside a window, so that all gradients of a window have the same weight. All micro-batches are
+    assumed to be full.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class GH200GradientRamp:
         self._segments = _ramp_segments(self.ramp, train_batch_size, world_size)
 
     def gradient_accumulation_steps(self, micro_batch: int) -> int:
-        """Of the window that micro-batch `micro_batch` of each process is in; the first is 0."""
+        """The number of micro-batches of the window that contains micro-batch `micro_batch` of each rank, from 0."""
         return self._segment_at(micro_batch).accumulation_steps
 
     def begins_window(self, micro_batch: int) -> bool:
@@ -86,7 +86,7 @@ class GH200GradientRamp:
         return (micro_batch - segment.first_micro_batch) % segment.accumulation_steps == 0
 
     def ends_window(self, micro_batch: int) -> bool:
-        """Whether the optimizer steps after it."""
+        """Whether the optimizer step follows this micro-batch."""
         return self.begins_window(micro_batch + 1)
 
     def _segment_at(self, micro_batch: int) -> _RampSegment:
@@ -95,7 +95,7 @@ class GH200GradientRamp:
 
 
 def _ramp_segments(ramp: BatchRamp, batch_size: int, world_size: int) -> tuple[_RampSegment, ...]:
-    """The ramp, window by window, as far as it grows; the last part goes on for ever."""
+    """The segments of the ramp; the last one has no end."""
     segments: list[_RampSegment] = []
     micro_batch = consumed = 0
     while True:

@@ -1,5 +1,4 @@
-"""The command line answers at once: no torch for --help or for checking a configuration. What that comes to in seconds,
-`make bench BENCH=start` says."""
+"""The command line starts fast: --help and `config validate` import no torch. `make bench BENCH=start` measures it."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Runs a command as its console script would, and says which heavy packages came along.
+# Runs a command as its console script would, and prints which heavy packages were imported.
 PROBE = """
 import json, sys
 from supertuner.cli import main
@@ -24,7 +23,7 @@ finally:
 
 
 def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """(the finished process, heavy packages it had imported)."""
+    """(finished process, heavy packages that it imported)."""
     done = subprocess.run([sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, check=False)
     return done, json.loads(done.stderr.splitlines()[-1])
 
@@ -45,7 +44,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert heavy == []
 
 
-def test_checking_a_configuration_imports_no_torch(config: Path) -> None:
+def test_validating_a_configuration_imports_no_torch(config: Path) -> None:
     done, heavy = run("config", "validate", str(config))
     assert done.returncode == 0, done.stderr
     assert "torch" not in heavy and "numpy" not in heavy

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Mapping
 from itertools import pairwise
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -62,9 +61,7 @@ class BuildParticipant:
     def __enter__(self) -> BuildParticipant:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _open_writer(self, kind: int) -> SegmentWriter:

@@ -60,11 +60,9 @@ def find_uniform_records(catalog: ArenaCatalog, field: str) -> UniformRecords | 
         if (catalog.kind[records] != kind).any() or (catalog.nbytes[records] != nbytes).any():
             return None
     record_kind = catalog.record_kind(int(kind))
-    return (
-        UniformRecords(record_kind.dtype, record_kind.shape_for(int(nbytes)), int(nbytes))
-        if record_kind.codec == "raw"
-        else None
-    )
+    if record_kind.codec != "raw":
+        return None
+    return UniformRecords(record_kind.dtype, record_kind.shape_for(int(nbytes)), int(nbytes))
 
 
 def check_unit_indices(indices: UnitIndices, count: int) -> NDArray[np.int64]:

@@ -129,10 +129,8 @@ class ArenaHome:
         path, deadline = self.path / check_arena_name(name), time.monotonic() + wait_s
         self._write_marker()
         while True:
-            with (
-                translate_os_errors(path),
-                suppress(FileExistsError),
-            ):  # mkdir, because makedirs checks twice and the folder may disappear in between
+            # mkdir, because makedirs checks twice and the folder may disappear in between
+            with translate_os_errors(path), suppress(FileExistsError):
                 os.mkdir(path, 0o700)
             build = self._try_build(path, life, deadline - time.monotonic(), resume)
             if build is not None:

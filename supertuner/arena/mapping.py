@@ -52,12 +52,5 @@ def map_segments(folder: ArenaFolder, segments: Sequence[ArenaSegment], total_by
 def _libc_mmap() -> ctypes._NamedFuncPointer:
     function = ctypes.CDLL(None, use_errno=True).mmap
     function.restype = ctypes.c_void_p
-    function.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    ]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     return function

@@ -6,7 +6,6 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -232,9 +231,7 @@ class ArenaReader:
     def __enter__(self) -> ArenaReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _set_catalog(self, catalog: ArenaCatalog, memory: mmap.mmap) -> None:

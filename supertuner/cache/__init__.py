@@ -1,1 +1,1 @@
-"""Encoded samples and captions in arenas, under keys that cover everything they depend on."""
+"""Caches encoded samples and captions in arenas, under keys that cover everything they depend on."""

@@ -1,7 +1,7 @@
-"""Entries that each epoch has of its own: the next epoch's are made by a thread while this one's are used.
+"""EpochRotation: builds the next epoch's entries on a background thread while the current epoch's are used.
 
-Which entries an epoch has is decided by whoever makes them; here is only when. Asking for an epoch waits until it is
-there, so what comes out does not depend on how fast the thread is.
+It decides only when entries are built and released; the `make` function decides which entries an epoch has. `get_epoch`
+waits until an epoch is complete, so results do not depend on the thread's speed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ EpochT = TypeVar("EpochT", bound=Closeable)
 
 
 class EpochRotation(Generic[EpochT]):
-    """For one thread at a time; the maker's thread is its own."""
+    """Use it from one thread at a time; `make` runs on the background thread."""
 
     def __init__(self, make: Callable[[int, Callable[[], bool]], EpochT], *, epochs: int | None, sink: Sink) -> None:
-        """`make(epoch, stop)` makes an epoch's entries, and raises Stopped soon after `stop()` became true.
+        """`make(epoch, stop)` builds an epoch's entries, and raises FillStopped soon after `stop()` is true.
 
-        `epochs` is how many there will be; None: no end is known.
+        `epochs` is the number of epochs; None if it is unknown.
         """
         self._make, self._epochs, self._sink = make, epochs, sink
         self._stop = threading.Event()
@@ -40,7 +40,7 @@ class EpochRotation(Generic[EpochT]):
         self._first_live_epoch = 0
 
     def get_epoch(self, epoch: int) -> EpochT | None:
-        """An epoch's entries, waited for, and those of the next begun; None if the epoch was said to be over."""
+        """Wait for an epoch's entries, and start to build the next epoch's. None if the epoch was released."""
         if epoch < self._first_live_epoch:
             return None
         future = self._submit_epoch(epoch)
@@ -55,13 +55,13 @@ class EpochRotation(Generic[EpochT]):
         return future.result()
 
     def release_through(self, epoch: int) -> None:
-        """Epochs up to this one are not needed any more: their entries go."""
+        """Close the entries of all epochs up to this one."""
         self._first_live_epoch = max(self._first_live_epoch, epoch + 1)
-        for released in [one for one in self._futures if one <= epoch and self._futures[one].done()]:
+        for released in [key for key, future in self._futures.items() if key <= epoch and future.done()]:
             self._close_result(self._futures.pop(released))
 
     def close(self) -> None:
-        """Stop making, and give up everything."""
+        """Stop the background build and close all entries."""
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         while self._futures:

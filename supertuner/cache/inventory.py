@@ -1,4 +1,4 @@
-"""What a folder holds of caches, and what of it a configuration uses: looked at, never changed."""
+"""Lists the cache arenas in folders and how many of their entries a configuration uses. Read-only."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _ARENA_NAME = re.compile(r"(latents|text)-[0-9a-f]{8}-([0-9a-f]{8}-epoch[0-9]+-)
 
 @dataclass(frozen=True, slots=True)
 class RequiredEntries:
-    """What a configuration needs of one encoder."""
+    """The entries of one encoder that a configuration needs."""
 
-    space: CacheNamespace
+    namespace: CacheNamespace
     keys: EntryKeys
-    """Each once."""
+    """Without duplicates."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheArenaStatus:
-    """One arena of a cache."""
+    """A cache arena and how a configuration uses it."""
 
     home: ArenaHome
     info: ArenaInfo
     kind: str
     encoder_fingerprint: str
     used_entries: int
-    """Entries that the configuration uses: of those that were made again, the last."""
+    """Entries that the configuration uses. If several arenas contain an entry, only the last one uses it."""
     is_stale: bool
-    """Made by another encoder, in another number format, or in another version of ours."""
+    """Whether it was made by another encoder, in another precision, or by another cache version."""
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class CacheArenaStatus:
 
     @property
     def usage(self) -> str:
-        """In words: what it is to this configuration."""
+        """How this configuration uses the arena, as shown to users."""
         if self.info.state == "damaged":
             return "damaged"
         if self.info.state != "sealed":
@@ -56,14 +56,14 @@ class CacheArenaStatus:
 
 
 def list_cache_arenas(homes: Sequence[ArenaHome], required: Sequence[RequiredEntries]) -> list[CacheArenaStatus]:
-    """All arenas of caches in these folders."""
-    required_by_name = {one.space.name: one for one in required}
+    """All cache arenas in these folders."""
+    required_by_name = {entries.namespace.name: entries for entries in required}
     statuses: list[CacheArenaStatus] = []
     for home in {home.path: home for home in homes}.values():
         counted_keys: dict[str, EntryKeys] = {}
         newest_first = sorted(filter(_is_cache_arena, home.list_arenas()), key=lambda info: -_arena_number(info.name))
         home_statuses = [_arena_status(home, info, required_by_name, counted_keys) for info in newest_first]
-        statuses += sorted(home_statuses, key=lambda one: (one.name.rpartition("-")[0], _arena_number(one.name)))
+        statuses += sorted(home_statuses, key=lambda arena: (arena.name.rpartition("-")[0], _arena_number(arena.name)))
     return statuses
 
 
@@ -72,14 +72,14 @@ def _arena_number(name: str) -> int:
     return int(last) if last.isdigit() else -1
 
 
-def verify_cache_arena(held: CacheArenaStatus, progress: Progress) -> str | None:
-    """Check every byte of a sealed arena; what is wrong, or None."""
-    if held.info.state == "damaged":
-        return held.info.problem
-    if held.info.state != "sealed":
+def verify_cache_arena(arena: CacheArenaStatus, progress: Progress) -> str | None:
+    """Verify every byte of a sealed arena; returns the damage, or None."""
+    if arena.info.state == "damaged":
+        return arena.info.problem
+    if arena.info.state != "sealed":
         return None
     try:
-        with held.home.attach(held.name) as reader:
+        with arena.home.attach(arena.name) as reader:
             reader.verify(progress)
     except ArenaDamagedError as error:
         return f"{error.file}: {error.description}"
@@ -98,10 +98,10 @@ def _arena_status(
     required_by_name: Mapping[str, RequiredEntries],
     counted_keys: dict[str, EntryKeys],
 ) -> CacheArenaStatus:
-    """`taken` are keys, by space, of which a later arena has the entries."""
+    """`counted_keys` are the keys, by namespace, whose entries are in a later arena."""
     meta = info.meta or {}
     kind = str(meta.get("what") or info.name.partition("-")[0])
-    required = next((one for name, one in required_by_name.items() if info.name.startswith(f"{name}-")), None)
+    required = next((entries for name, entries in required_by_name.items() if info.name.startswith(f"{name}-")), None)
     used_entries = (
         _count_used(home, info, required, counted_keys) if required is not None and info.state == "sealed" else 0
     )
@@ -114,9 +114,9 @@ def _count_used(home: ArenaHome, info: ArenaInfo, required: RequiredEntries, cou
             keys = reader.fixed_width_keys(KEY_WIDTH)
             if keys is None:
                 return 0
-            earlier = counted_keys.get(required.space.name, keys[:0])
+            earlier = counted_keys.get(required.namespace.name, keys[:0])
             used = keys[np.isin(keys, required.keys) & ~np.isin(keys, earlier)]
-            counted_keys[required.space.name] = np.concatenate([earlier, used])
+            counted_keys[required.namespace.name] = np.concatenate([earlier, used])
             return len(used)
     except (ArenaMissingError, ArenaBusyError, ArenaDamagedError):
         return 0  # removed or damaged since it was listed

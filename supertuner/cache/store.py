@@ -216,7 +216,7 @@ class CacheStore:
         with queue:
             queue.require_no_failure(peers)
             state = queue.state()
-        if state.taken >= state.total:
+        if state.claimed >= state.total:
             return None
         try:
             return self.location.home.join(name)
@@ -272,13 +272,13 @@ class CacheStore:
         return self.context.progress.phase(title, items=entry_count, noun="entries")
 
     def _meta(self) -> dict[str, str | int]:
-        space = self.namespace
+        namespace = self.namespace
         return {
             "holds": "cache",
             "version": CACHE_FORMAT_VERSION,
-            "what": space.kind,
-            "identity": space.encoder_fingerprint,
-            "dtype": space.dtype,
+            "what": namespace.kind,
+            "identity": namespace.encoder_fingerprint,
+            "dtype": namespace.dtype,
         }
 
 

@@ -43,7 +43,7 @@ class QueueState:
     total: int
     max_workers: int
     """How many processes may claim entries."""
-    taken: int = 0
+    claimed: int = 0
     """How many entries are claimed."""
     active_workers: int = 0
     """Processes that may still claim or write entries. A process that is not counted has closed its writer."""
@@ -109,7 +109,7 @@ class EntryQueue:
         """Leave before all claimed entries are made: no more can be claimed, and the builder publishes a new queue."""
         with self._updating_state() as state:
             state.active_workers -= is_working
-            state.was_abandoned, state.taken = 1, state.total
+            state.was_abandoned, state.claimed = 1, state.total
 
     def state(self) -> QueueState:
         with self._locked():
@@ -118,7 +118,7 @@ class EntryQueue:
     def unclaimed(self) -> EntryIndices:
         """Entries that no process has claimed yet."""
         state = self.state()
-        content = os.pread(self._fd, 8 * (state.total - state.taken), _HEADER.size + 8 * state.taken)
+        content = os.pread(self._fd, 8 * (state.total - state.claimed), _HEADER.size + 8 * state.claimed)
         return np.frombuffer(content, "<i8").astype(np.intp)
 
     def report_failure(self, peers: NodePeers, reason: str) -> None:
@@ -145,9 +145,9 @@ class EntryQueue:
 
     def _claim_chunk(self) -> EntryIndices:
         with self._updating_state() as state:
-            begin = state.taken
+            begin = state.claimed
             count = chunk_size(state.total - begin, state.max_workers)
-            state.taken += count
+            state.claimed += count
         content = os.pread(self._fd, 8 * count, _HEADER.size + 8 * begin)
         return np.frombuffer(content, "<i8").astype(np.intp)
 

@@ -25,7 +25,7 @@ def verify(
     """Verify every byte of checkpoints, load their adapters and count the keys. Exits with 1 if one is damaged."""
     from supertuner.core.types import bytes_text
     from supertuner.sinks.console import ConsoleSink
-    from supertuner.tools.checkpoint_adapters import inspect_checkpoint
+    from supertuner.tools.adapter_inspect import inspect_checkpoint
     from supertuner.train.checkpoint.load import read_manifest, verify_checkpoint
 
     damaged = 0

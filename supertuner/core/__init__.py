@@ -1,1 +1,1 @@
-"""The words every room shares; standard library only."""
+"""Types, errors, events, durable writes and host facts that all packages share; standard library only."""

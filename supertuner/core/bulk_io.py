@@ -1,7 +1,7 @@
-"""Many small files read, or many records written, in one call that leaves the interpreter's lock to other threads.
+"""Reads many small files, or writes many records, in one call that releases the GIL.
 
-A thread that takes the lock again after each short system call waits more than it works, as soon as there are two. The
-work is a few lines of C, built when the package is installed; where that was not possible, the same is done in Python.
+With two or more threads, a thread that must take the GIL again after each short system call spends most of its time
+waiting for it. The work is done by a few lines of C, built when the package is installed; without them, in Python.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-"""Never waits, whatever is there, and never becomes a terminal's."""
+"""Opening never blocks, even on a pipe, and never makes a terminal the controlling one."""
 
 
 class FileReadResult(NamedTuple):
-    """What a file was after it had been read."""
+    """The state of a file after it was read."""
 
     error: int
-    """errno, or 0. With an error the rest means nothing."""
+    """errno, or 0. After an error the other fields are meaningless."""
     file_bytes: int
     mtime_ns: int
     is_regular: bool
 
 
 class BulkReader:
-    """A buffer that files are read into, and records written from, together. For one thread."""
+    """A buffer into which many files are read, or from which many records are written, in one call. For one thread."""
 
     def __init__(self, nbytes: int, library: Path | None) -> None:
-        """`library`: what `built()` gave; None does everything in Python."""
+        """`library` is the result of `find_native_library`; None uses Python."""
         self._buffer = bytearray(nbytes)
         self.view = memoryview(self._buffer)
         self._library = None if library is None else ctypes.CDLL(str(library))
@@ -41,7 +41,8 @@ class BulkReader:
     def read(
         self, paths: Sequence[str], offsets: Sequence[int], nbytes: Sequence[int], buffer_offsets: Sequence[int]
     ) -> list[FileReadResult]:
-        """Read `nbytes` from `offsets` of each file to its place in the buffer. A shorter file is read to its end."""
+        """Read `nbytes` bytes at `offsets` of each file into the buffer at `buffer_offsets`. A shorter file is read to
+        its end."""
         assert all(
             0 <= buffer_offset <= buffer_offset + size <= len(self._buffer)
             for buffer_offset, size in zip(buffer_offsets, nbytes, strict=True)
@@ -64,14 +65,14 @@ class BulkReader:
         return [FileReadResult(error, size, mtime, bool(regular)) for error, size, mtime, regular in rows]
 
     def write(self, fd: int, buffer_offsets: Sequence[int], nbytes: Sequence[int], offsets: Sequence[int]) -> None:
-        """Write the bytes at each place of the buffer to their offset of the file; OSError if one cannot be written."""
+        """Write `nbytes` bytes of the buffer at `buffer_offsets` to the file at `offsets`. Raises OSError."""
         assert all(
             0 <= buffer_offset <= buffer_offset + size <= len(self._buffer)
             for buffer_offset, size in zip(buffer_offsets, nbytes, strict=True)
         )
         if self._library is None:
-            for place, size, offset in zip(buffer_offsets, nbytes, offsets, strict=True):
-                write_all(fd, self.view[place : place + size], offset)
+            for buffer_offset, size, offset in zip(buffer_offsets, nbytes, offsets, strict=True):
+                write_all(fd, self.view[buffer_offset : buffer_offset + size], offset)
             return
         buffer, count = ctypes.c_void_p(self._address), ctypes.c_int64(len(buffer_offsets))
         error = self._library.supertuner_write_pieces(
@@ -99,7 +100,8 @@ class BulkReader:
 
 
 def read_all(fd: int, into: memoryview, offset: int) -> int:
-    """Fill `into` from a place in a file; how many bytes there were, fewer than asked for only where the file ends."""
+    """Fill `into` from the file at `offset`. Returns the number of bytes read; it is smaller only at the end of the
+    file."""
     done = 0
     while done < len(into):
         count = os.preadv(fd, [into[done:]], offset + done)
@@ -110,7 +112,8 @@ def read_all(fd: int, into: memoryview, offset: int) -> int:
 
 
 def write_all(fd: int, content: bytes | memoryview, offset: int) -> None:
-    """pwrite until all is there. Not through a map: on a full tmpfs that is a SIGBUS, here it is an error."""
+    """Write all of `content` with pwrite. (Writing through a memory map raises SIGBUS on a full tmpfs; this,
+    OSError.)"""
     done = os.pwrite(fd, content, offset)
     if done == len(content):
         return
@@ -120,7 +123,7 @@ def write_all(fd: int, content: bytes | memoryview, offset: int) -> None:
 
 
 def find_native_library() -> Path | None:
-    """The C part, if it was built when the package was installed."""
+    """The path of the C library; None if it was not built when the package was installed."""
     here = Path(__file__)
     return next(
         (path for suffix in EXTENSION_SUFFIXES if (path := here.with_name(f"_bulk_io{suffix}")).is_file()), None

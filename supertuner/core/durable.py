@@ -1,4 +1,4 @@
-"""Writing what lasts: temporary name, sync, rename. A reader sees the old file or the new one, never a part."""
+"""Writes files durably: temporary name, fsync, rename. A reader sees the old file or the new one, never a part."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from supertuner.core.types import JSON
 
 
 def write_bytes(path: Path, content: bytes | memoryview) -> None:
-    """Replace `path` with `content`, durably. The temporary file lies beside it and is gone afterwards."""
+    """Replace `path` with `content`. The temporary file is in the same folder and is removed on failure."""
     write_chunks(path, (content,))
 
 
 def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """The same with content that comes in parts, of which no more than one needs to be in memory."""
+    """Replace `path` with the concatenated chunks; only one chunk has to be in memory at a time."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as out:
@@ -29,7 +29,7 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     except BaseException as error:
         os.unlink(temporary)
         if isinstance(error, OSError):
-            error.filename = str(path)  # a full disk does not say of which file
+            error.filename = str(path)  # the error of a full disk does not name the file
         raise
     sync_folder(path.parent)
 
@@ -39,13 +39,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: JSON) -> None:
-    """A file name that is not UTF-8 has surrogates in it: they become JSON's own escapes, and are read back as such."""
+    """Replace `path` with `value` as JSON. Surrogates, from file names that are not UTF-8, are written as JSON escapes
+    and read back unchanged."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     write_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename inside `folder` survive a power cut."""
+    """Sync the folder, so that a rename inside it survives a power failure."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -54,6 +55,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def resolve_inside(root: Path, relative: str) -> Path | None:
-    """`root / relative` if it stays inside `root` once links are followed, else None."""
+    """`root / relative` with symbolic links resolved, if that is inside `root`; else None."""
     joined = (root / relative).resolve()
     return joined if joined.is_relative_to(root.resolve()) else None

@@ -1,31 +1,31 @@
-"""Every error that a user can cause, as one tree; each message names the place, the value and the remedy.
+"""The tree of errors that a user can cause. Each message names the file or setting, the value and the remedy.
 
-    SuperTunerError                 anything that ends a command with a message instead of a traceback
-    ├── ConfigError                 the configuration; carries every problem found in one pass (exit code 2)
-    ├── OptionError                 an option of a command (exit code 2, as for options that the parser refuses)
-    ├── RunFolderError              a run folder that is in use, or holds another run
-    ├── SourceError                 a dataset's files as a whole: no such folder, nothing in it, unreadable metadata
-    ├── StageError                  a dataset could not be staged
-    │   ├── DoesNotFit              memory, tmpfs, disk or `memory_limit_gb` is too small; says how much is missing
-    │   └── TooManyBroken           more files were set aside than `max_broken_share` allows
-    ├── BrokenMedia                 one file's bytes are not what they should be; becomes a line in the set-aside list
-    ├── ModelError                  a model: missing, gated, broken, of another family, or not made for this data
-    ├── CacheError                  a cache of encoded samples cannot be made or trusted
-    ├── MemoryEngineError           what was asked of the machine's memory cannot be had here: overflow, hints, a fact
-    ├── TrainError                  training cannot begin or go on
-    │   └── NotFinite               losses or gradients that are not numbers, too many times in a row
-    ├── CheckpointError             a checkpoint cannot be written, or is not what was written
-    ├── PeerError                   another process that works on the same run failed or is gone; its words are here
-    ├── OutOfStep                   this one failed at what all processes must do together, so none of them can go on
-    ├── BaselineError               a baseline cannot be captured, read, or run again (exit code 2: 1 is a regression)
-    └── ArenaError                  an arena on this node
-        ├── ArenaMissing            nothing committed under that name
-        ├── ArenaExists             it is built already
-        ├── ArenaBusy               another process is building, reading or removing it
-        ├── ArenaFull               the memory or disk below it ran out
-        └── ArenaDamaged            header, index or payload is not what was written, or comes from the future
+    SuperTunerError                  ends a command with a message instead of a traceback
+    ├── ConfigError                  the configuration is invalid; carries all problems (exit code 2)
+    ├── OptionError                  an option of a command is invalid (exit code 2, as for the parser's own errors)
+    ├── RunFolderError               a run folder is in use, is damaged, or belongs to another run
+    ├── SourceError                  the files of a dataset: the folder is missing or empty, metadata are unreadable
+    ├── StageError                   a dataset could not be staged
+    │   ├── DoesNotFitError          memory, tmpfs, disk or `memory_limit_gb` is too small; says how much is missing
+    │   └── TooManyBrokenFilesError  more files were set aside than `max_broken_share` allows
+    ├── BrokenMediaError             the content of one file is broken; the file is set aside
+    ├── ModelError                   a model is missing, gated, damaged, of another family, or does not suit the data
+    ├── CacheError                   a cache of encoded samples cannot be built or is not valid
+    ├── MemoryEngineError            this machine does not support a requested memory feature: overflow, hints
+    ├── TrainError                   training cannot start or continue
+    │   └── NonFiniteError           losses or gradients are not finite, too many times in a row
+    ├── CheckpointError              a checkpoint cannot be written, or is damaged
+    ├── PeerError                    another process of the run failed or exited; carries its message
+    ├── CollectiveError              this process failed in a collective operation, so no rank can continue
+    ├── BaselineError                a baseline cannot be captured, read or rerun (exit code 2: 1 means a regression)
+    └── ArenaError                   an arena on this node
+        ├── ArenaMissingError        no committed arena of that name
+        ├── ArenaExistsError         an arena of that name exists already
+        ├── ArenaBusyError           another process builds, reads or removes it
+        ├── ArenaFullError           the memory or disk is full
+        └── ArenaDamagedError        header, index or data are damaged, or written by a later version
 
-Programming mistakes are assertions, not errors of this tree.
+Programming errors are assertions, not errors of this tree.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from dataclasses import dataclass
 
 
 class SuperTunerError(Exception):
-    """A user's problem, ready to print."""
+    """An error of a user; its text is printed without a traceback."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigProblem:
-    """One thing wrong in a configuration."""
+    """One problem of a configuration."""
 
     path: str
-    """Where: `datasets[0].in_memory.memory_limt_gb`; empty for the file as a whole."""
+    """The path of the key, `datasets[0].in_memory.memory_limt_gb`; "" for the file as a whole."""
     message: str
-    """What is wrong, the value, and what is allowed."""
+    """What is wrong, the value, and the allowed values."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}" if self.path else self.message
@@ -149,7 +149,7 @@ class ArenaFullError(ArenaError):
 
 
 class ArenaDamagedError(ArenaError):
-    """`file` is not what was written: `what`. The remedy is always to remove it and build it again."""
+    """`file` of an arena is damaged. The default remedy is to remove the arena and stage again."""
 
     def __init__(self, file: object, description: str, remedy: str = "") -> None:
         self.file = str(file)

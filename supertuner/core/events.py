@@ -1,4 +1,4 @@
-"""What rooms tell the world while they work: events to a sink, progress to a display. Nothing reads them to decide."""
+"""Events (to a sink) and progress (to a display) that packages report while they work. No code depends on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from supertuner.core.types import JSON
 
 @dataclass(frozen=True, slots=True)
 class DecisionEvent:
-    """Something was chosen at run time; saved in the run's `decisions.json`."""
+    """A choice made at run time, with its reason; saved in the run's `decisions.json`."""
 
     what: str
     """A path-like name: `datasets[cats].in_memory.compression`."""
@@ -22,7 +22,7 @@ class DecisionEvent:
 
 @dataclass(frozen=True, slots=True)
 class WarningEvent:
-    """Something works but is unwise, or has no effect here."""
+    """Something works but is unwise, or has no effect."""
 
     what: str
     message: str
@@ -30,7 +30,7 @@ class WarningEvent:
 
 @dataclass(frozen=True, slots=True)
 class NoteEvent:
-    """Something happened that people follow in a log: the ramp moved on, a checkpoint was saved."""
+    """Something happened that people want to read in a log: a ramp step, a saved checkpoint."""
 
     what: str
     message: str
@@ -38,7 +38,7 @@ class NoteEvent:
 
 @dataclass(frozen=True, slots=True)
 class SetAsideEvent:
-    """A file that is not used, and why. The file itself is never touched."""
+    """A file is not used, with the reason. The file itself is never changed."""
 
     dataset: str
     file: str
@@ -47,14 +47,14 @@ class SetAsideEvent:
 
 @dataclass(frozen=True, slots=True)
 class MeasurementEvent:
-    """Figures of something that happened, taken by a clock or a counter."""
+    """Figures measured with a clock or a counter."""
 
     what: str
     figures: Mapping[str, JSON] = field(default_factory=dict)
 
 
 MEMORY_MEASUREMENT: Final = "memory"
-"""The name of a measurement of the machine's memory: who takes it and who shows it do not know each other."""
+"""Name of a measurement of the machine's memory; shared by the code that measures and the sinks that show it."""
 
 Event: TypeAlias = DecisionEvent | WarningEvent | NoteEvent | SetAsideEvent | MeasurementEvent
 
@@ -64,7 +64,7 @@ class Sink(Protocol):
 
 
 class ProgressPhase(Protocol):
-    """One stretch of work with a known end. A context manager: leaving it ends the display."""
+    """A phase of work whose progress is shown. A context manager: leaving it ends the display."""
 
     def advance(self, items: int = 0, nbytes: int = 0) -> None: ...
 
@@ -77,11 +77,11 @@ class ProgressPhase(Protocol):
 
 class Progress(Protocol):
     def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> ProgressPhase:
-        """Begin a phase of `items` things (called `noun`) and `nbytes` bytes; a zero total is not shown."""
+        """Begin a phase of `items` items (called `noun`) and `nbytes` bytes; a total of 0 is not shown."""
 
 
 class NullSink:
-    """The sink and progress of code that has nobody to talk to."""
+    """A sink and progress display that discards everything."""
 
     def emit(self, event: Event, /) -> None:
         pass
@@ -104,7 +104,7 @@ class _NullPhase:
 
 
 class TeeSink:
-    """One sink in front of several."""
+    """Passes each event to several sinks, in order."""
 
     def __init__(self, *sinks: Sink) -> None:
         self._sinks = sinks

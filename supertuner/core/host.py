@@ -1,6 +1,6 @@
-"""What this machine grants this process: CPUs and memory, containers included. A fact may be unknown (None), not zero.
+"""The CPUs and memory that this process may use, within its container. None means that a fact is unknown.
 
-Everything is read below `root`, so that a test can describe another machine by a folder of files.
+All files are read below `root`, so that tests can describe another machine by a folder of files.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ from supertuner.core.types import KIB
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
+    """Reads facts about the host from /proc and /sys below `root`."""
+
     root: Path = Path("/")
 
     def cpus(self) -> int:
-        """CPUs this process may use: its affinity mask, lowered by a cgroup quota."""
+        """Number of CPUs that this process may use: its affinity mask, limited by a cgroup quota."""
         allowed = len(os.sched_getaffinity(0))
         quota = self._cpu_quota()
         return max(1, min(allowed, quota if quota is not None else allowed))
 
     def memory_total(self) -> int | None:
-        """Bytes of RAM that exist for this process: the machine's, or its container's if less."""
+        """Bytes of RAM of the machine, or of the container if it has less."""
         return _min_known(self._meminfo_bytes("MemTotal"), self._cgroup_memory()[0])
 
     def memory_available(self) -> int | None:
-        """Bytes that can still be taken without swapping: MemAvailable, or what the cgroup has left if less."""
+        """Bytes that can be allocated without swapping: MemAvailable, or what the cgroup has left if that is less."""
         limit, used = self._cgroup_memory()
         remaining = None if limit is None or used is None else max(0, limit - used)
         return _min_known(self._meminfo_bytes("MemAvailable"), remaining)
 
     def memory_cgroup(self) -> tuple[Path, int] | None:
-        """The cgroup that limits this process's memory most, as its folder and the limit; None: no limit."""
+        """The cgroup with the lowest memory limit for this process, as (folder, limit); None without a limit."""
         limits = []
         for folder in self._cgroup_folders("memory"):
             limit = _min_known(_read_number(folder / "memory.max"), _read_number(folder / "memory.limit_in_bytes"))
@@ -53,7 +55,7 @@ class HostFacts:
         return None
 
     def _cgroup_folders(self, controller: str) -> list[Path]:
-        """This process's cgroup and its ancestors, version 2 and then version 1."""
+        """The folders of this process's cgroup and its ancestors, for cgroup versions 1 and 2."""
         folders: list[Path] = []
         for line in _read_lines(self.root / "proc/self/cgroup"):
             _, controllers, path = line.split(":", 2)
@@ -68,7 +70,7 @@ class HostFacts:
         return folders
 
     def _cgroup_memory(self) -> tuple[int | None, int | None]:
-        """The tightest (limit, bytes in use) on the way up; reclaimable file cache does not count as used."""
+        """(limit, bytes in use) of the cgroup with the lowest limit; reclaimable file cache does not count as used."""
         tightest = self.memory_cgroup()
         if tightest is None:
             return None, None
@@ -90,7 +92,7 @@ class HostFacts:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """A kernel file's lines; none where this kernel, or this container, does not have the file."""
+    """The lines of a kernel file; none if this kernel or container does not have the file."""
     try:
         return path.read_text().splitlines()
     except OSError:
@@ -103,7 +105,7 @@ def _read_number(path: Path) -> int | None:
 
 
 def _reclaimable_bytes(stat: Path) -> int:
-    """File pages that the kernel gives back under pressure. Shared memory (tmpfs, our arenas) is not among them."""
+    """Bytes of file cache that the kernel frees under memory pressure; without shared memory (tmpfs, our arenas)."""
     fields = dict(line.split()[:2] for line in _read_lines(stat) if len(line.split()) >= 2)
     return int(fields.get("inactive_file", fields.get("total_inactive_file", "0")))
 

@@ -1,4 +1,4 @@
-"""What the system says of a process by its number: running, stopped or gone, and what this one takes of the machine."""
+"""Facts about processes from /proc: their state by process id, and the I/O of this process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ ProcessState: TypeAlias = Literal["alive", "stopped", "gone"]
 
 
 def process_start_ticks(pid: int) -> int:
-    """When a process was begun, in the system's ticks; 0: there is none, or the system does not say."""
+    """When process `pid` was started, in clock ticks since boot; 0 if it does not exist or that is unknown."""
     return (_stat_fields(pid) or ("", 0))[1]
 
 
 def process_state(pid: int, start_ticks: int) -> ProcessState:
-    """Of the process that was begun at `since`. One that ended and was not fetched yet is gone."""
+    """The state of the process `pid` that was started at `start_ticks`. A zombie counts as gone."""
     fields = _stat_fields(pid)
     if fields is None or fields[1] != start_ticks or fields[0] in "ZX":
         return "gone"
@@ -22,7 +22,7 @@ def process_state(pid: int, start_ticks: int) -> ProcessState:
 
 
 def boot_id() -> str:
-    """What this machine is known by since it was started; empty where the system does not say."""
+    """An id of this machine since its last boot; "" if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -31,18 +31,18 @@ def boot_id() -> str:
 
 
 def pid_namespace_id() -> str:
-    """The same for processes that see each other under the same numbers."""
+    """An id of this boot and PID namespace; processes with equal ids see each other under the same process ids."""
     machine_boot_id = boot_id()
     try:
         pid_namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         pid_namespace = ""
-    # Nobody is looked at by number where the system does not say both.
+    # If either is unknown, the id is unique to this process, so that process ids are not compared.
     return f"{machine_boot_id} {pid_namespace}" if machine_boot_id and pid_namespace else f"only {os.getpid()}"
 
 
 def process_io_bytes() -> int:
-    """Read and written by this process so far, files and pipes; 0 where the system does not say."""
+    """Bytes that this process has read and written, including pipes; 0 if unknown."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:
             counters = dict(line.split(":") for line in file)
@@ -52,7 +52,8 @@ def process_io_bytes() -> int:
 
 
 def _stat_fields(pid: int) -> tuple[str, int] | None:
-    """State and time of birth. A name may hold anything: what counts comes after its last bracket."""
+    """(state, start ticks) of a process; None if it does not exist. The process name may contain any character, so the
+    fields are parsed after its last closing parenthesis."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             after = file.read().rpartition(b")")[2].split()

@@ -1,4 +1,4 @@
-"""Small types that several rooms speak of; they carry no behaviour beyond their own arithmetic."""
+"""Small types and text formats that several packages share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 JSON: TypeAlias = bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"] | None
-"""What can be written to a JSON file as it is."""
+"""A value that can be written to a JSON file."""
 
 
 class MediaKind(StrEnum):
@@ -21,7 +21,7 @@ class MediaKind(StrEnum):
 
 
 def bytes_text(nbytes: float) -> str:
-    """A size for people: `3.1 GiB`, `640 KiB`, `12 B`. Binary units everywhere, so that sums agree."""
+    """A size for people, in binary units: `3.1 GiB`, `640 KiB`, `12 B`."""
     for unit, factor in (("TiB", GIB * KIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(nbytes) >= factor:
             value = nbytes / factor
@@ -30,5 +30,5 @@ def bytes_text(nbytes: float) -> str:
 
 
 def escape_for_terminal(text: str) -> str:
-    """`text` in one line, with control characters as escapes: a file's name must not steer the terminal."""
+    """`text` in one line with control characters escaped, so that a file name cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

@@ -1,1 +1,1 @@
-"""From files to batches: lists and probes sources, stages them into an arena, then orders, decodes and batches samples."""
+"""From files to batches: lists, probes and stages sources into an arena, then orders, decodes and batches samples."""

@@ -205,7 +205,7 @@ def _clone_output_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output.clone() if output.requires_grad and output._is_view() else output
     if isinstance(output, tuple):
-        return tuple(_clone_output_views(_module, _inputs, one) for one in output)
+        return tuple(_clone_output_views(_module, _inputs, item) for item in output)
     return output
 
 

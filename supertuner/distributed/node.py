@@ -37,7 +37,7 @@ def ranks_on_same_node(locations: Sequence[RankLocation], rank: int) -> list[int
     def leader_of(rank: int) -> int:
         """The rank with local rank 0 of the same launcher: the last one on this machine up to `rank`."""
         machine = locations[rank].machine
-        leaders = [r for r, one in enumerate(locations) if one.machine == machine and one.local_rank == 0]
+        leaders = [r for r, place in enumerate(locations) if place.machine == machine and place.local_rank == 0]
         return max((leader for leader in leaders if leader <= rank), default=rank)
 
     return sorted(
@@ -54,7 +54,7 @@ def open_node_peers(config: RunConfig, process_group: ProcessGroup) -> Iterator[
     introduction = {"machine": machine_id(), "local_rank": process_group.local_rank, "job": uuid.uuid4().hex}
     introductions = [json.loads(content) for content in process_group.all_gather(json.dumps(introduction).encode())]
     node_ranks = ranks_on_same_node(
-        [RankLocation(one["machine"], one["local_rank"]) for one in introductions], process_group.rank
+        [RankLocation(facts["machine"], facts["local_rank"]) for facts in introductions], process_group.rank
     )
     if len(node_ranks) == 1:
         barrier(process_group)

@@ -37,7 +37,7 @@ def settings_to_compare(config: RunConfig) -> dict[str, str]:
     settings = {"supertuner": supertuner.__version__, "torch": torch.__version__, "python": platform.python_version()}
     for key, value in iter_settings(config.model_dump(mode="json")):
         path = place.format_path(key)
-        if not any(path == own or path.startswith(f"{own}.") for own in NODE_SPECIFIC_SETTINGS):
+        if not any(path == name or path.startswith(f"{name}.") for name in NODE_SPECIFIC_SETTINGS):
             settings[path] = json.dumps(value)
     return settings
 
@@ -50,16 +50,16 @@ def require_same_config(process_group: ProcessGroup, settings: Mapping[str, str]
     digests = process_group.all_gather(xxhash.xxh3_128_digest(content))
     if len(set(digests)) == 1:
         return
-    settings_by_rank = [json.loads(one) for one in process_group.all_gather(content)]
+    settings_by_rank = [json.loads(message) for message in process_group.all_gather(content)]
     raise ConfigError("the ranks of this run", list(_differences(settings_by_rank)))
 
 
 def _differences(settings_by_rank: Sequence[Mapping[str, str]]) -> Sequence[ConfigProblem]:
     first = settings_by_rank[0]
     problems = []
-    for name in sorted({name for words in settings_by_rank for name in words}):
+    for name in sorted({name for settings in settings_by_rank for name in settings}):
         other_rank = next(
-            (rank for rank, words in enumerate(settings_by_rank) if words.get(name) != first.get(name)), None
+            (rank for rank, settings in enumerate(settings_by_rank) if settings.get(name) != first.get(name)), None
         )
         if other_rank is not None:
             first_value, other_value = first.get(name, "not set"), settings_by_rank[other_rank].get(name, "not set")
@@ -123,7 +123,7 @@ def require_same_unsharded_weights(process_group: ProcessGroup, trainable: Train
 
 
 def _require_same_facts(process_group: ProcessGroup, facts: Mapping[str, str]) -> None:
-    first, *others = [json.loads(one) for one in process_group.all_gather(json.dumps(facts).encode())]
+    first, *others = [json.loads(message) for message in process_group.all_gather(json.dumps(facts).encode())]
     for rank, other in enumerate(others, start=1):
         differs = [name for name in first if first[name] != other.get(name)]
         if differs:

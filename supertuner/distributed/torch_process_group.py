@@ -64,7 +64,7 @@ class TorchProcessGroup:
         frames = [torch.empty_like(frame) for _ in range(self.world_size)]
         with waiting_for_other_ranks("all-gather of messages"):
             dist.all_gather(frames, frame)
-        return [_unframe(one) for one in frames]
+        return [_unframe(received) for received in frames]
 
     def broadcast(self, content: bytes | None, /) -> bytes:
         assert (content is not None) == (self.rank == 0), "rank 0 passes the content, the other ranks None"

@@ -1,4 +1,4 @@
-"""The attention backend that a run names: known, installed and able to train here, or refused before the first step."""
+"""Checks and sets the attention backend of a run. A backend that cannot train here raises before the first step."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ ALIASES: Final[Mapping[str, str]] = {
     "sageattention": "sage",
     "sage_attention": "sage",
 }
-"""What people call them elsewhere → their name in diffusers."""
+"""Other common names → the name in diffusers."""
 PROBE_HEAD_DIM: Final = 128
-"""Of the probe: what Wan and Flux have, and every backend takes."""
+"""The head dimension of the test in `require_backend`: that of Wan and Flux, which every backend supports."""
 
 
 def require_backend(name: str, device: torch.device) -> None:
-    """Raise if the backend is unknown, is not installed, or computes no attention or no gradient on this device."""
+    """Raise ModelError if the backend is unknown, not installed, or cannot compute attention and its gradient here."""
     backend = _resolve_backend(name)
     query = torch.zeros(1, 16, 2, PROBE_HEAD_DIM, device=device, dtype=torch.bfloat16, requires_grad=True)
     try:
@@ -49,32 +49,34 @@ def require_backend(name: str, device: torch.device) -> None:
     except (RuntimeError, ValueError, ImportError, TypeError, AssertionError, OSError) as error:
         reason_lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(
-            f"model.attention is {name!r}, which cannot train on this machine ({device.type}): {reason_lines[0]} "
-            '"native" always can'
+            f"model.attention is {name!r}, which cannot train on this machine ({device.type}): {reason_lines[0]}; set "
+            'model.attention: "native"'
         ) from error
     if query.grad is None:
-        raise ModelError(f"model.attention is {name!r}: it computes no gradient, so nothing can be trained through it")
+        raise ModelError(f'model.attention is {name!r}, which computes no gradient; set model.attention: "native"')
 
 
 def use_backend(module: nn.Module, name: str) -> None:
-    """Have the module's attention computed by this backend; other modules keep theirs."""
+    """Set the backend of the module's attention layers. Other modules keep theirs."""
     backend = _resolve_backend(name)
     model: Any = module
-    # set_attention_backend also changes the default of the whole process; the context puts that back.
+    # set_attention_backend also changes the default of the whole process; the context restores it.
     with quiet_libraries(), attention_backend(AttentionBackendName.NATIVE):
         model.set_attention_backend(backend.value)
 
 
 def require_backend_support(module: nn.Module, name: str) -> None:
-    """Raise if a backend other than torch's own is asked for and no layer of the module would follow: diffusers takes
-    the choice without a word, and the layers of some models know nothing of it."""
+    """Raise ModelError if the backend is not torch's own and no layer of the module supports others.
+
+    Some models of diffusers ignore the choice without a warning.
+    """
     if _resolve_backend(name) is AttentionBackendName.NATIVE:
         return
     processors = [layer.processor for layer in module.modules() if hasattr(layer, "processor")]
     if not any(hasattr(processor, "_attention_backend") for processor in processors):
         raise ModelError(
-            f"model.attention is {name!r}, and diffusers' {type(module).__name__} always computes attention by torch's "
-            'own function; set it to "native"'
+            f"model.attention is {name!r}, but diffusers' {type(module).__name__} supports only torch's own attention; "
+            'set model.attention: "native"'
         )
 
 
@@ -85,5 +87,5 @@ def _resolve_backend(name: str) -> Any:
     if normalized in known:
         return AttentionBackendName(normalized)
     guess = closest_match(normalized, [*known, *ALIASES])
-    hint = f"did you mean {guess!r}?" if guess else f"there are {', '.join(known)}"
+    hint = f"did you mean {guess!r}?" if guess else f"use one of {', '.join(known)}"
     raise ModelError(f"model.attention is {name!r}, which diffusers does not have; {hint}")

@@ -1,4 +1,4 @@
-"""The blocks of a model, compiled in place by torch.compile; tried on a small function first, with a clear refusal."""
+"""Compiles the blocks of a model in place with torch.compile, after a test of the compiler on a small function."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from supertuner.core.events import DecisionEvent
 
 
 def compile_blocks(module: nn.Module, device: torch.device) -> DecisionEvent:
-    """Compile each repeated block of `module`, after adapters are on it. Names and parameters stay as they are.
+    """Compile each repeated block of `module`, after adapters are attached. Names and parameters do not change.
 
-    Block by block: they are alike, so the first one's code serves all of them, and the wait is that of one block.
+    Compiling block by block takes the time of one block: equal blocks share the compiled code.
     """
     blocks = repeated_blocks(module)
     if not blocks:
-        raise ModelError(f"model.compile is true, but {type(module).__name__} has no repeated blocks; set it to false")
+        raise ModelError(
+            f"model.compile is true, but {type(module).__name__} has no repeated blocks; set model.compile: false"
+        )
     check_compiler(device)
     for block in blocks:
         block.compile()
@@ -25,7 +27,7 @@ def compile_blocks(module: nn.Module, device: torch.device) -> DecisionEvent:
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """The blocks that the model's class names, as diffusers' regional compilation does, or else those in its lists."""
+    """The blocks that the model's class names for regional compilation in diffusers, or else those in module lists."""
     class_names = getattr(module, "_repeated_blocks", None)
     if class_names:
         return [block for block in module.modules() if type(block).__name__ in class_names]
@@ -33,19 +35,21 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile and run one small function on `device`; an error says what is missing."""
+    """Compile and run a small function on `device`. Raises ModelError with the cause and the remedy if that fails."""
     inputs = torch.ones(64, device=device)
     try:
         output = torch.compile(_probe_function, fullgraph=True)(inputs)
     except Exception as error:
-        cause = getattr(error, "inner_exception", error)  # dynamo's own error only says that the backend raised one
+        cause = getattr(error, "inner_exception", error)  # dynamo's own message only says that the backend failed
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise ModelError(
-            f"model.compile is true, and torch.compile does not work on {device.type} here: {reason}; install a C++ "
+            f"model.compile is true, but torch.compile does not work on {device.type} here: {reason}; install a C++ "
             "compiler (g++; for a GPU also triton), or set model.compile: false"
         ) from error
     if not torch.equal(output, _probe_function(inputs)):
-        raise ModelError(f"model.compile is true, and compiled code on {device.type} computes wrongly; set it to false")
+        raise ModelError(
+            f"model.compile is true, but compiled code on {device.type} gives wrong results; set model.compile: false"
+        )
 
 
 def _probe_function(x: torch.Tensor) -> torch.Tensor:

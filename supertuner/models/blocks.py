@@ -1,4 +1,4 @@
-"""The blocks of a denoiser: pieces that run one after the other, each recomputed or moved as a whole."""
+"""The blocks of a denoiser: submodules that run one after the other, and are checkpointed or moved as a whole."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import nn
 
 
 def named_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """Name in the module → block, in the order of the forward pass.
+    """Blocks by their names in the module, in the order of the forward pass.
 
-    Transformers keep them in lists; a U-Net has its middle between the list of its way down and that of its way up.
-    Modules that no list holds (embeddings, the last norm) are small, and belong to no block.
+    Transformers hold their blocks in module lists; a UNet has `mid_block` between `down_blocks` and `up_blocks`.
+    Modules outside of the lists (embeddings, the last norm) are small and belong to no block.
     """
     blocks: dict[str, nn.Module] = {}
     for name, child in module.named_children():

@@ -1,4 +1,4 @@
-"""The families there are. A new one is a file and a line here."""
+"""The table of model families. A new family is one folder in `families/` and its lines here."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ FAMILY_BY_PIPELINE: Final[Mapping[str, str]] = {
     "WanImageToVideoPipeline": "wan2.2",
     "WanPipeline": "wan2.2",
 }
-"""Class of a diffusers pipeline → the family that trains it."""
+"""Class name of a diffusers pipeline → family."""
 
 
 def load_family(name: str | None) -> Family:
-    """The family of that name; its libraries are imported now and not before."""
+    """The family with this name. Imports its libraries. Raises ModelError with the known names if there is none."""
     if name is None:
-        raise ModelError(f"model.family is not set; there are {', '.join(FAMILY_MODULES)}")
+        raise ModelError(f"model.family is not set; set it to one of {', '.join(FAMILY_MODULES)}")
     if name not in FAMILY_MODULES:
-        raise ModelError(f"model.family is {name!r}; there are {', '.join(FAMILY_MODULES)}")
+        raise ModelError(f"model.family is {name!r}; set it to one of {', '.join(FAMILY_MODULES)}")
     module, attribute = FAMILY_MODULES[name].split(":")
     disabled_level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # libraries tell here what optional parts of theirs this machine lacks
+    logging.disable(logging.WARNING)  # on import, the libraries log which of their optional dependencies are missing
     try:
         loaded = getattr(import_module(module), attribute)
     finally:

@@ -1,7 +1,7 @@
-"""The identity of files by their content: what an encoder computes is known by the bytes it was loaded from.
+"""Fingerprints of files by content, which identify what an encoder computes.
 
-A memo remembers what was hashed, by path, size, times and inode, so that gigabytes are read once per machine. It is
-only ever a shortcut: a memo that is lost or damaged costs time, never truth.
+A memo file stores the hashes with path, size, times and inode of each file, so that gigabytes are read once per
+machine. A lost or damaged memo costs time, but never changes a fingerprint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ THREADS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class _HashedFile:
-    """What a file was when it was hashed. Content changed behind an equal stamp would need a forged change time."""
+    """A file's hash, with its size, times and inode when it was hashed.
+
+    Content can only change behind equal metadata if the change time (ctime) is forged.
+    """
 
     nbytes: int
     modified_ns: int
@@ -39,17 +42,20 @@ class _HashedFile:
 
 
 def fingerprint(files: Sequence[Path], memo: Path | None) -> str:
-    """32 hex digits over the names and contents of `files`, whatever folder they lie in and in whatever order."""
+    """32 hex digits for names and contents of `files`, independent of their order and of the model's location.
+
+    `memo` is the memo file; None: hash everything.
+    """
     resolved = [file.resolve() for file in files]
     remembered = _read_memo(memo)
     with ThreadPoolExecutor(THREADS) as threads:
         hashed_files = list(threads.map(lambda file: _hash_file(file, remembered.get(str(file))), resolved))
-    entries = {str(file): one for file, one in zip(resolved, hashed_files, strict=True)}
-    if memo is not None and any(remembered.get(file) != one for file, one in entries.items()):
+    entries = {str(file): hashed for file, hashed in zip(resolved, hashed_files, strict=True)}
+    if memo is not None and any(remembered.get(file) != hashed for file, hashed in entries.items()):
         _write_memo(memo, {**remembered, **entries})
-    # Parts have files of the same name (config.json), so the name of the folder belongs to the name of the file.
+    # Components have files of equal names (config.json), so the name of the component's folder is included.
     named_digests = sorted(
-        (f"{file.parent.name}/{file.name}", one.digest) for file, one in zip(files, hashed_files, strict=True)
+        (f"{file.parent.name}/{file.name}", hashed.digest) for file, hashed in zip(files, hashed_files, strict=True)
     )
     return xxhash.xxh3_128_hexdigest(json.dumps([FORMAT, named_digests]).encode())
 
@@ -82,7 +88,7 @@ def _read_memo(memo: Path | None) -> Mapping[str, _HashedFile]:
             return {}
         return {file: _HashedFile(**entry) for file, entry in content["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}  # not what was written: everything is hashed again, and the memo is written anew
+        return {}  # a damaged memo: everything is hashed again, and the memo is rewritten
 
 
 def _write_memo(memo: Path, entries: Mapping[str, _HashedFile]) -> None:

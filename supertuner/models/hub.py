@@ -1,6 +1,6 @@
-"""Files of a model on the Hugging Face hub, fetched once into its cache; every way this fails, in plain words.
+"""Downloads files of a model from the Hugging Face hub into its cache, and explains every failure.
 
-What a server or a library said is not repeated in the messages: an address in it may carry somebody's credentials.
+The messages never quote a server or a library: a URL in their text may contain credentials.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from supertuner.models.spec import ModelSource
 
 
 def download_snapshot(source: ModelSource, patterns: Sequence[str]) -> Path:
-    """The folder of this revision in the hub's cache, named by its commit, with every file that matches a pattern."""
+    """The folder of this revision in the hub's cache, named by its commit, with every file that matches a pattern.
+
+    Raises ModelError with the cause and the remedy.
+    """
     try:
         return Path(
             snapshot_download(
@@ -28,7 +31,7 @@ def download_snapshot(source: ModelSource, patterns: Sequence[str]) -> Path:
         )
     except errors.HFValidationError as error:
         raise ModelError(
-            f"model.path is {source.path!r}: there is no such folder, and a name on the hub looks like owner/name"
+            f"model.path is {source.path!r}: there is no such folder, and a repository on the hub is named owner/name"
         ) from error
     except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # the base of all its transport errors
         raise ModelError(_failure_message(source, error)) from error
@@ -42,7 +45,7 @@ def _failure_message(source: ModelSource, error: BaseException) -> str:
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"model.path is {name!r}: there is no such folder here, and no such model on the hub; "
+            f"model.path is {name!r}: there is no such folder, and no such model on the hub; "
             "if it is private, set HF_TOKEN to a token that may read it"
         )
     if isinstance(error, errors.RevisionNotFoundError):
@@ -53,12 +56,17 @@ def _failure_message(source: ModelSource, error: BaseException) -> str:
 
 
 def _missing_files_message(source: ModelSource, error: errors.LocalEntryNotFoundError) -> str:
-    """The files are not all on this machine. Whether anybody was asked for them, and what came of it, is the cause."""
+    """The message if files are missing in the cache. The error's cause tells whether and how a download failed."""
     description = f"{source.path} (revision {source.revision or 'main'})"
     if source.offline:
-        return f"{description} is not whole in the hub's cache, and model.offline is true; turn it off once to fetch it"
+        return (
+            f"{description} is not complete in the hub's cache, and model.offline is true; set it to false once to "
+            "download it"
+        )
     if isinstance(error.__cause__, errors.OfflineModeIsEnabled):
-        return f"{description} is not whole in the hub's cache, and HF_HUB_OFFLINE is set; unset it once to fetch it"
+        return (
+            f"{description} is not complete in the hub's cache, and HF_HUB_OFFLINE is set; unset it once to download it"
+        )
     return _unreachable_message(source.path, error.__cause__ or error)
 
 
@@ -66,11 +74,11 @@ def _unreachable_message(name: str, error: BaseException) -> str:
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         if status == 401:
-            return f"the hub refuses the token that is set for {name}: correct HF_TOKEN, or unset it"
-        return f"the hub answered {status} when asked for {name}; try again later, or give model.path as a folder"
+            return f"the hub rejects the token in HF_TOKEN for {name}; correct it, or unset it"
+        return f"the hub answered a request for {name} with status {status}; try again later, or use a local folder"
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
-        return f"{name} could not be fetched into the hub's cache: {error.strerror}"
+        return f"{name} could not be downloaded into the hub's cache: {error.strerror}"
     return (
-        f"model.path is {name!r}: there is no such folder here, and the hub cannot be reached "
-        f"({type(error).__name__}); check the network, or fetch the model elsewhere and give its folder"
+        f"model.path is {name!r}: there is no such folder, and the hub cannot be reached "
+        f"({type(error).__name__}); check the network, or download the model elsewhere and set model.path to its folder"
     )

@@ -1,4 +1,4 @@
-"""The model libraries without their own bars and remarks, for as long as we call them."""
+"""Silences progress bars and log messages of diffusers and transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import transformers
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """What matters of it is checked by the caller, and told by us; afterwards everything is as it was."""
+    """Inside the block the libraries log only errors and show no bars. Callers check and report what matters."""
     verbosities = diffusers.logging.get_verbosity(), transformers.logging.get_verbosity()
     bars_enabled = transformers.logging.is_progress_bar_enabled()
     diffusers.logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""Parts of a pipeline from a folder: frozen, whole, aligned, and made without using up anybody's random numbers."""
+"""Loads components of a pipeline: frozen, complete, aligned, and without changing the global random state."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from supertuner.models.pipeline_files import pipeline_folder, weight_files
 from supertuner.models.spec import Expert, ModelDescription
 
 TRUSTED_LIBRARIES: Final = ("diffusers", "transformers")
-"""Where classes of parts may come from: an index can name any module, and importing one runs its code."""
+"""Libraries whose classes may be loaded: an index can name any module, and importing it would run its code."""
 
 SCALE_SUFFIXES: Final = (".scale_weight", ".weight_scale", ".scale_input", "scaled_fp8")
-"""Names of what other programs store beside weights that they scaled to fit 8 bits."""
+"""Endings of the tensors in which other programs store the scales of fp8 weights."""
 
 
 def load_denoiser(model: ModelDescription, expert: Expert, dtype: torch.dtype) -> nn.Module:
-    """An expert's module."""
+    """The module of an expert."""
     return load_module(model, expert.component, dtype)
 
 
 def load_module(model: ModelDescription, component: str, dtype: torch.dtype) -> nn.Module:
-    """A part with weights: on the CPU, in eval mode, no gradient required.
+    """A component with weights: on the CPU, in eval mode, frozen.
 
-    Modules that the class itself keeps in fp32 (norms, time embeddings) stay so whatever `dtype` is.
+    Submodules that its class keeps in fp32 (norms, time embeddings) are fp32 whatever `dtype` is. Raises ModelError if
+    a file is damaged, incomplete or of another class.
     """
     if model.source.without_weights:
         return build_without_weights(lambda: build_meta_module(model, component), dtype)
@@ -47,30 +48,29 @@ def load_module(model: ModelDescription, component: str, dtype: torch.dtype) -> 
             else:
                 loaded = _from_folder(component_class, model, folder, component, dtype)
         except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, ImportError) as error:
-            where = (
-                single_file or folder / component
-            )  # a config of another class, or of nonsense, fails in any of these ways
+            where = single_file or folder / component  # an unsuitable config fails in any of these ways
             raise ModelError(f"{where} cannot be loaded as {component_class.__name__}: {_first_line(error)}") from error
     align_tensors(loaded)
     return loaded.eval().requires_grad_(False)
 
 
 def build_meta_module(model: ModelDescription, component: str) -> nn.Module:
-    """A part without its weights: names and shapes of layers, in no memory, in a moment."""
+    """A component on the meta device: layers and shapes without memory."""
     component_class = _component_class(model, component)
     with quiet_libraries(), torch.device("meta"):
         try:
             meta_module = _from_config(component_class, dict(model.configs[component]))
         except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
             raise ModelError(
-                f"{model.source.path}: the config of {component} describes no {component_class.__name__}: {_first_line(error)}"
+                f"{model.source.path}: the config of {component} is not one of {component_class.__name__}: "
+                f"{_first_line(error)}"
             ) from error
     assert isinstance(meta_module, nn.Module)
     return meta_module
 
 
 def load_tokenizer_or_scheduler(model: ModelDescription, component: str) -> Any:
-    """A part without weights: a tokenizer or a scheduler."""
+    """A component without weights: a tokenizer or a scheduler."""
     if model.source.without_weights:
         return PlaceholderTokenizer(model.source.assumed_caption_tokens)
     component_class = _component_class(model, component)
@@ -84,31 +84,32 @@ def load_tokenizer_or_scheduler(model: ModelDescription, component: str) -> Any:
             ) from error
 
 
-def align_tensors(module_to_align: nn.Module) -> None:
-    """Give each tensor memory of its own, one after the other, so that only one is held twice.
+def align_tensors(module: nn.Module) -> None:
+    """Copy each tensor into newly allocated, aligned memory, one after the other, so that only one exists twice.
 
-    Memory mapped from a .safetensors file begins anywhere, and CPU kernels round differently on unaligned data: the
-    same weights would give results that differ in the last bits from one load to the next.
+    Memory mapped from a .safetensors file may start at any address, and CPU kernels round differently on unaligned
+    data: equal weights would give results that differ in the last bits from one load to the next.
     """
-    for tensor in (*module_to_align.parameters(), *module_to_align.buffers()):
+    for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.clone()
 
 
 def _component_class(model: ModelDescription, component: str) -> Any:
-    """The class that the pipeline's index names for a part."""
-    library, name = (str(one) for one in model.configs[""][component])  # type: ignore[attr-defined]  # checked by read_parts
+    """The class that the pipeline's index names for a component."""
+    library, name = map(str, model.configs[""][component])  # type: ignore[call-overload]  # checked by read_component_configs
     if library not in TRUSTED_LIBRARIES:
-        raise ModelError(f"{model.source.path}: its {component} is code of its own ({library}), which is not run")
+        raise ModelError(
+            f"{model.source.path}: its {component} is a class of {library}, which is not loaded: only classes of "
+            f"{' and '.join(TRUSTED_LIBRARIES)} are"
+        )
     component_class = getattr(import_module(library), name, None)
     if component_class is None:
-        raise ModelError(
-            f"{model.source.path}: its {component} is a {name}, which the installed {library} does not have"
-        )
+        raise ModelError(f"{model.source.path}: the installed {library} has no {name}, which is its {component}")
     return component_class
 
 
 def _from_config(component_class: Any, config: dict[str, Any]) -> Any:
-    """Each library has its own way."""
+    """A module from its config, in the way of its library."""
     if component_class.__module__.startswith("diffusers."):
         return component_class.from_config(config)
     return component_class(component_class.config_class.from_dict(config))
@@ -117,7 +118,7 @@ def _from_config(component_class: Any, config: dict[str, Any]) -> Any:
 def _from_folder(
     component_class: Any, model: ModelDescription, folder: Path, component: str, dtype: torch.dtype
 ) -> nn.Module:
-    # Each library has an older name for the other's argument, and takes an unknown one without a word.
+    # The argument has different names in the two libraries, and each ignores unknown arguments.
     dtype_argument = {"torch_dtype" if component_class.__module__.startswith("diffusers.") else "dtype": dtype}
     loaded, report = component_class.from_pretrained(
         str(folder),
@@ -134,17 +135,17 @@ def _from_folder(
 
 
 def _from_single_file(component_class: Any, file: Path, folder: Path, component: str, dtype: torch.dtype) -> nn.Module:
-    """Weights in diffusers' names or in those of the model's authors; the config is the pipeline's."""
+    """Weights with the names of diffusers or of the model's original code; the config is that of the pipeline."""
     if not hasattr(component_class, "from_single_file"):
-        raise ModelError(f"{file}: diffusers cannot read a {component_class.__name__} from a single file; use a folder")
+        raise ModelError(f"{file}: diffusers cannot load a {component_class.__name__} from a single file; use a folder")
     try:
         loaded = component_class.from_single_file(
             str(file), config=str(folder), subfolder=component, local_files_only=True
         )
     except (
         NotImplementedError
-    ) as error:  # diffusers moves the module at the end, and what was not in the file cannot be
-        raise ModelError(f"{file} lacks tensors that {folder / component} asks for; it is not of this model") from error
+    ) as error:  # raised when diffusers moves the module: missing tensors are on the meta device
+        raise ModelError(f"{file} lacks tensors of {folder / component}; it belongs to another model") from error
     assert isinstance(loaded, nn.Module)
     fp32_names = tuple(getattr(component_class, "_keep_in_fp32_modules", None) or ())
     for name, tensor in (*loaded.named_parameters(), *loaded.named_buffers()):
@@ -157,21 +158,21 @@ def _require_complete(location: str, missing: list[str]) -> None:
     if missing:
         examples = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
         raise ModelError(
-            f"{location} lacks {len(missing)} tensors that its config asks for ({examples}); fetch it again"
+            f"{location} lacks {len(missing)} tensors that its config needs ({examples}); download it again"
         )
 
 
 def _check_weight_file(file: Path) -> None:
-    """A truncated or foreign file is found by its header, before the first weight is read."""
+    """Raise ModelError for a truncated, foreign or scaled fp8 file, from its header alone."""
     try:
         with safe_open(file, framework="pt") as weights:
             names = list(weights.keys())
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is damaged ({_first_line(error)}); fetch it again") from error
+        raise ModelError(f"{file} is damaged ({_first_line(error)}); download it again") from error
     if scale := next((name for name in names if name.endswith(SCALE_SUFFIXES)), None):
         raise ModelError(
-            f"{file} holds weights in 8 bits with scales beside them ({scale}), which are not applied when it is "
-            "loaded; use the file in bf16 or fp16, and model.base_weights to keep it in 8 bits"
+            f"{file} holds 8-bit weights with separate scales ({scale}), which loading would ignore; use a file in "
+            "bf16 or fp16, and model.base_weights for 8-bit weights"
         )
 
 

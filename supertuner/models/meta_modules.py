@@ -1,7 +1,7 @@
-"""Modules without weights, as loading would make them: every layer, shape and number format, and no memory.
+"""Modules without weights: every layer, shape and number format as after loading, but no memory.
 
-A module is made on torch's meta device by its config alone; `filled` gives it fake tensors, on which its own code runs
-operator by operator and computes nothing. Adapters are put on before that: peft takes no fake parameters.
+A module is built on torch's meta device from its config alone. `fill_with_fake_tensors` then gives it fake tensors, on
+which its code runs operator by operator without computing. Attach adapters before that: peft rejects fake parameters.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def build_without_weights(build_module: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """What loading would give: in eval mode, no gradient required, in fp32 what its class keeps so. It is on the meta
-    device, or, where fake tensors are in use, on the CPU with fake ones."""
+    """The module in eval mode, frozen, with the number formats that loading would give it.
+
+    It is on the meta device, or on the CPU with fake tensors if a fake tensor mode is active.
+    """
     mode = detect_fake_mode()
     with unset_fake_temporarily():
         module = build_module()
         fp32_names = _fp32_module_names(module, dtype)
-        for name, tensor in module.state_dict(keep_vars=True).items():  # what a file would hold; other buffers stay
+        for name, tensor in module.state_dict(
+            keep_vars=True
+        ).items():  # only what a weight file would hold; other buffers keep their format
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(torch.float32 if fp32_names & set(name.split(".")) else dtype)
     module = module.eval().requires_grad_(False)
@@ -33,7 +37,7 @@ def build_without_weights(build_module: Callable[[], nn.Module], dtype: torch.dt
 
 
 class MetaDeviceMode(TorchFunctionMode):
-    """Inside, tensors are made on the meta device and stay there, whoever wants a copy on the CPU."""
+    """Inside the block, new tensors are created on the meta device, and `.cpu()` leaves them there."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -45,16 +49,18 @@ class MetaDeviceMode(TorchFunctionMode):
 
 
 class PlaceholderTokenizer:
-    """A tokenizer that knows no words: of any text it makes as many tokens as it may, or `tokens` where nobody says how
-    many that are. Nobody can look at their values."""
+    """A tokenizer without a vocabulary: any text becomes `max_length` tokens, or `tokens` if there is no `max_length`.
+
+    Their values have no meaning.
+    """
 
     model_max_length: Final = 77
-    """CLIP's; the others are told how many."""
+    """That of CLIP; other encoders pass `max_length`."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
-    def __call__(self, text: str | Sequence[str], max_length: int | None = None, **_how: Any) -> SimpleNamespace:
+    def __call__(self, text: str | Sequence[str], max_length: int | None = None, **_options: Any) -> SimpleNamespace:
         length = max_length or self.tokens
         if isinstance(text, str):
             return SimpleNamespace(input_ids=range(length))
@@ -63,8 +69,8 @@ class PlaceholderTokenizer:
 
 
 def _fp32_module_names(module: nn.Module, dtype: torch.dtype) -> set[str]:
-    """Names of submodules: diffusers keeps what a class names, transformers only beside fp16, unless the class is
-    strict about it."""
+    """Names of submodules that loading keeps in fp32: in diffusers those that the class names, in transformers the same
+    only for fp16, plus those of its strict list."""
     names = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     if type(module).__module__.startswith("transformers.") and dtype is not torch.float16:
         names = set()
@@ -72,7 +78,7 @@ def _fp32_module_names(module: nn.Module, dtype: torch.dtype) -> set[str]:
 
 
 def fill_with_fake_tensors(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """The module with every tensor of it replaced by a fake one on `device`; parameters that are shared stay so."""
+    """Replace every tensor of the module by a fake one on `device`. Shared parameters stay shared."""
     fake_parameters: dict[int, Any] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,19 +95,19 @@ def fill_with_fake_tensors(module: nn.Module, mode: FakeTensorMode, device: torc
         for name, buffer in submodule._buffers.items():
             if buffer is not None:
                 submodule._buffers[name] = fake(buffer)
-        for name, value in vars(submodule).items():  # tables that a class keeps as plain attributes
+        for name, value in vars(submodule).items():  # tables that a class holds as plain attributes
             if isinstance(value, torch.Tensor):
                 vars(submodule)[name] = fake(value)
             elif isinstance(value, list):
-                vars(submodule)[name] = [fake(one) if isinstance(one, torch.Tensor) else one for one in value]
-    # Fake tensors are where they are; torch's own `to` would swap each for another, which it refuses now and then.
-    vars(module)["to"] = lambda *_where, **_how: module
+                vars(submodule)[name] = [fake(item) if isinstance(item, torch.Tensor) else item for item in value]
+    # `to` must not move fake tensors: torch would swap each parameter for another, which sometimes raises an error.
+    vars(module)["to"] = lambda *_args, **_kwargs: module
     return module
 
 
 def _to_fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
     wrapper: Any = tensor
-    if is_traceable_wrapper_subclass(wrapper):  # 8-bit weights: several plain tensors in one
+    if is_traceable_wrapper_subclass(wrapper):  # quantized weights: a wrapper of several plain tensors
         names, context = wrapper.__tensor_flatten__()
         inner = {name: _to_fake_tensor(getattr(wrapper, name), mode, device) for name in names}
         rebuilt: torch.Tensor = type(wrapper).__tensor_unflatten__(inner, context, wrapper.shape, wrapper.stride())

@@ -1,6 +1,6 @@
-"""Where a model's files are on this machine, and what its config files say; weights are named here, not opened.
+"""Finds a model's files, locally or on the hub, and reads its configs. Weight files are located, not opened.
 
-A name on the hub is pinned to a commit when its index is read: whatever is read later is of the same revision.
+A repository on the hub is pinned to a commit when its index is read: everything read later is of the same revision.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ConfigDict: TypeAlias = Mapping[str, Any]
 INDEX_NAME: Final = "model_index.json"
 CONFIG_NAMES: Final = ("config.json", "scheduler_config.json", "tokenizer_config.json")
 WEIGHT_STEMS: Final = ("diffusion_pytorch_model", "model")
-"""Names of weight files: of diffusers, and of transformers."""
+"""Stems of weight files of diffusers and of transformers."""
 CONFIG_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja")
-"""Endings of configs and vocabularies."""
+"""Suffixes of configs and vocabularies."""
 
 
 def read_pipeline(
@@ -39,7 +39,7 @@ def read_pipeline(
 
 
 def read_index(source: ModelSource, family: str) -> tuple[ModelSource, ConfigDict]:
-    """The pipeline's index, which must be of that family, and the source with its revision pinned."""
+    """The source with its revision pinned, and the pipeline's index. Raises ModelError if it is of another family."""
     if (folder := _local_folder(source)) is None:
         folder = hub.download_snapshot(source, (INDEX_NAME, *(f"*/{name}" for name in CONFIG_NAMES)))
         source = replace(source, revision=folder.name)
@@ -49,14 +49,14 @@ def read_index(source: ModelSource, family: str) -> tuple[ModelSource, ConfigDic
     _require_family(source, str(index.get("_class_name")), family)
     for component, file in source.single_files.items():
         if file.suffix != ".safetensors" or not file.is_file():
-            raise ModelError(f"{file}, the weights of {component}, is not a .safetensors file")
+            raise ModelError(f"{file}, for the weights of {component}, is not an existing .safetensors file")
     return source, index
 
 
 def read_component_configs(
     source: ModelSource, index: ConfigDict, components: Sequence[str]
 ) -> Mapping[str, ConfigDict]:
-    """Config of each of these parts by its name, and the index as `""`."""
+    """The config of each component by name, and the index with the key `""`. Raises ModelError if one is missing."""
     folder = _local_folder(source) or hub.download_snapshot(
         source, tuple(f"{component}/{name}" for component in components for name in CONFIG_NAMES)
     )
@@ -72,7 +72,7 @@ def read_component_configs(
 def positive_number(
     source: ModelSource, configs: Mapping[str, ConfigDict], component: str, keys: Sequence[str], default: float
 ) -> float:
-    """The first of these entries that a part's config has; a number above 0, or an error that names it."""
+    """The first of `keys` in a component's config, or `default`. Raises ModelError if it is not a number above 0."""
     key = next((key for key in keys if configs[component].get(key) is not None), None)
     value = default if key is None else configs[component][key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -81,7 +81,7 @@ def positive_number(
 
 
 def pipeline_folder(source: ModelSource, components: Sequence[str]) -> Path:
-    """The folder of the pipeline, with every file of these parts in it."""
+    """The folder of the pipeline, after downloading all files of these components if it is on the hub."""
     if (local := _local_folder(source)) is not None:
         return local
     config_patterns = tuple(f"{part}/*{ending}" for part in components for ending in CONFIG_SUFFIXES)
@@ -91,7 +91,7 @@ def pipeline_folder(source: ModelSource, components: Sequence[str]) -> Path:
 
 
 def component_files(source: ModelSource, components: Sequence[str]) -> tuple[Path, ...]:
-    """The files that decide what these parts compute: configs, vocabularies, and the weights that are loaded."""
+    """The files that determine what these components compute: configs, vocabularies and the loaded weights."""
     folder = pipeline_folder(source, components)
     files: list[Path] = []
     for component in components:
@@ -107,7 +107,7 @@ def config_files(folder: Path) -> list[Path]:
 
 
 def vae_files(model: ModelDescription) -> tuple[Path, ...]:
-    """The files that decide what the VAE computes."""
+    """The files that determine what the VAE computes."""
     return component_files(model.source, ("vae",))
 
 
@@ -119,15 +119,15 @@ def text_files(model: ModelDescription) -> tuple[Path, ...]:
 
 
 def largest_shift(source: ModelSource, configs: Mapping[str, ConfigDict], max_shift: float) -> float:
-    """The scheduler's shift. With dynamic shifting it grows with the picture; this is that of the largest, 1024×1024,
-    the exponential of `max_shift` where the config names no other."""
+    """The scheduler's shift. With dynamic shifting it grows with the image, and this is the shift of the largest one,
+    1024×1024: exp(max_shift), where `max_shift` is the default of that entry."""
     if configs["scheduler"].get("use_dynamic_shifting"):
         return math.exp(positive_number(source, configs, "scheduler", ("max_shift",), max_shift))
     return positive_number(source, configs, "scheduler", ("shift",), 1.0)
 
 
 def weight_files(source: ModelSource, folder: Path, component: str) -> tuple[Path, ...]:
-    """The .safetensors files with a part's weights; all of them are there."""
+    """The .safetensors files with a component's weights. Raises ModelError if one is missing."""
     if component in source.single_files:
         return (source.single_files[component],)
     files = [folder / name for name in _weight_names(folder, component, source.variant)]
@@ -135,7 +135,7 @@ def weight_files(source: ModelSource, folder: Path, component: str) -> tuple[Pat
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise ModelError(
-                f"{folder / component}: {', '.join(missing)} of its weights is missing; fetch the model again"
+                f"{folder / component}: weight files are missing: {', '.join(missing)}; download the model again"
             )
         return tuple(files)
     present = [file for file in files if file.is_file()]
@@ -145,7 +145,7 @@ def weight_files(source: ModelSource, folder: Path, component: str) -> tuple[Pat
 
 
 def _weight_names(folder: Path, component: str, variant: str | None) -> Iterator[str]:
-    """Relative to the folder: the shards that an index file names, else the names that a single file may have."""
+    """Paths relative to the folder: the shards in an index file, or else the possible names of a single file."""
     for stem in WEIGHT_STEMS:
         index = (
             folder
@@ -155,7 +155,7 @@ def _weight_names(folder: Path, component: str, variant: str | None) -> Iterator
         if index.is_file():
             shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
             if any(Path(shard).name != shard for shard in shards):
-                raise ModelError(f"{index}: names a file outside its folder")
+                raise ModelError(f"{index} names a file outside its folder")
             yield from (f"{component}/{shard}" for shard in shards)
             return
     yield from (
@@ -169,21 +169,21 @@ def _no_weights_message(folder: Path, variant: str | None) -> str:
         file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".ckpt")
     )
     if variant and weight_names:
-        return f"model.variant is {variant!r}: {folder} has no such weights, but {', '.join(weight_names)}"
+        return f"model.variant is {variant!r}, but {folder} has {', '.join(weight_names)}"
     if any(not name.endswith(".safetensors") for name in weight_names):
-        return f"{folder} has {', '.join(weight_names)}: such files can run code when they are opened; only .safetensors is read"
-    return f"{folder} has no .safetensors file; fetch the model again"
+        return f"{folder} has {', '.join(weight_names)}; loading such files can run code, so only .safetensors is read"
+    return f"{folder} has no .safetensors file; download the model again"
 
 
 def _local_folder(source: ModelSource) -> Path | None:
-    """The folder that is meant, or None if it can only be a name on the hub."""
+    """The local folder, or None if the path can only be a repository on the hub. Raises ModelError if it is neither."""
     path = Path(source.path).expanduser()
     if path.is_dir():
         return path
     if path.is_file():
         raise ModelError(
-            f"model.path is the file {source.path}; it names the folder of a whole diffusers pipeline, "
-            "and weights of the denoiser alone go into model.single_file"
+            f"model.path is the file {source.path}; set it to the folder of a whole diffusers pipeline, "
+            "and model.single_file to a file with the denoiser's weights"
         )
     if path.is_absolute() or source.path.startswith((".", "~")) or source.path.count("/") > 1:
         raise ModelError(f"model.path is {source.path!r}: there is no such folder")
@@ -194,16 +194,16 @@ def _require_family(source: ModelSource, pipeline_class: str, family: str) -> No
     matching_family = FAMILY_BY_PIPELINE.get(pipeline_class)
     if matching_family == family:
         return
-    accepted = ", ".join(name for name, of in FAMILY_BY_PIPELINE.items() if of == family)
+    accepted = ", ".join(name for name, other in FAMILY_BY_PIPELINE.items() if other == family)
     remedy = f'set model.family to "{matching_family}"' if matching_family else f"{family} takes {accepted}"
-    raise ModelError(f"{source.path} is a {pipeline_class}, and model.family is {family!r}; {remedy}")
+    raise ModelError(f"{source.path} is a {pipeline_class}, but model.family is {family!r}; {remedy}")
 
 
 def _layout_problem(folder: Path) -> str:
     if (folder / "config.json").is_file():
-        return "it is one part of a pipeline; give the folder above it"
+        return "it is one component of a pipeline; use the folder above it"
     if any((folder / name).is_dir() for name in ("high_noise_model", "low_noise_model")):
-        return "it has the layout of the model's own authors; use the repository whose name ends in -Diffusers"
+        return "it has the layout of the original release; use the repository whose name ends in -Diffusers"
     return "it is not the folder of a diffusers pipeline"
 
 
@@ -212,14 +212,16 @@ def _config_file(folder: Path, component: str) -> Path:
         if (folder / component / name).is_file():
             return folder / component / name
     problem = "has no config file" if (folder / component).is_dir() else "is missing"
-    raise ModelError(f"{folder / component} {problem}, and the pipeline's {INDEX_NAME} names it; fetch the model again")
+    raise ModelError(
+        f"{folder / component} {problem}, but the pipeline's {INDEX_NAME} names it; download the model again"
+    )
 
 
 def _read_json(file: Path) -> ConfigDict:
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, OSError) as error:
-        raise ModelError(f"{file} cannot be read as JSON ({error}); fetch the model again") from error
+        raise ModelError(f"{file} cannot be read as JSON ({error}); download the model again") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{file} does not hold a JSON object; fetch the model again")
+        raise ModelError(f"{file} does not hold a JSON object; download the model again")
     return content

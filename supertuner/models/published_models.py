@@ -1,8 +1,8 @@
-"""Architectures of published models as public facts: enough to know a step of them without downloading anything.
+"""Configs of published models, so that their training step can be forecast without downloading anything.
 
-A table entry is what the model's own config files say, where that differs from its classes' defaults; what decides no
-shape (norms of latents, schedules, vocabularies) is left out, so a model from here can be forecast and not trained.
-A folder's own files, or those in the hub's cache, come first.
+A table entry holds what the model's config files contain beyond the defaults of its classes. Entries that determine no
+shape (latent statistics, schedules, vocabularies) are left out, so these models can be forecast but not trained. Files
+in a local folder or in the hub's cache take precedence over the table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ ComponentEntry: TypeAlias = tuple[str, str, Mapping[str, Any]]
 
 
 def describe_model(settings: ModelSettings) -> tuple[Family, ModelDescription, str]:
-    """The model that the settings name, all of whose parts are hollow, and where what is known of it comes from."""
+    """The family, the model with components without weights, and the source of its configs as text for the report.
+
+    Raises ModelError if there are no files and the table does not have the model.
+    """
     family = load_family(settings.family)
     path = settings.path
     if path is None:
@@ -37,7 +40,7 @@ def describe_model(settings: ModelSettings) -> tuple[Family, ModelDescription, s
             return (
                 family,
                 _without_weights(family.read_model(ModelSource(str(Path(temp_dir) / "tiny"))), path),
-                "made now, as a run would",
+                "created now, as a run would",
             )
     if Path(path).expanduser().is_dir() or Path(path).is_absolute():
         return family, _without_weights(family.read_model(ModelSource(path)), path), f"the config files in {path}"
@@ -49,13 +52,13 @@ def describe_model(settings: ModelSettings) -> tuple[Family, ModelDescription, s
         return (
             family,
             _without_weights(_read_published(family, entry), path),
-            "what is published about it: a table, nothing downloaded",
+            "the built-in table of published models; nothing was downloaded",
         )
     return family, _without_weights(model, path), f"the config files of {path} in the hub's cache"
 
 
 def _read_published(family: Family, entry: Mapping[str, Any]) -> ModelDescription:
-    """The family's own reader, on a folder that holds what the table says."""
+    """The family's own reader, on a temporary folder with the configs of the table."""
     with tempfile.TemporaryDirectory() as temp_dir:
         folder = Path(temp_dir)
         components: Mapping[str, ComponentEntry] = entry["parts"]
@@ -74,10 +77,12 @@ def _without_weights(model: ModelDescription, path: str) -> ModelDescription:
 def _unknown_model_message(path: str, family: str) -> str:
     names = [name for name, known in PUBLISHED.items() if FAMILY_BY_PIPELINE[known["index"]["_class_name"]] == family]
     guess = get_close_matches(path.lower(), names, n=1, cutoff=0.85)
-    hint = f"did you mean {guess[0]}?" if guess else f"of {family} are known without a download: {', '.join(names)}"
+    hint = (
+        f"did you mean {guess[0]}?" if guess else f"the built-in table has these models of {family}: {', '.join(names)}"
+    )
     return (
-        f"model.path is {path!r}: there is no such folder here, it is not in the hub's cache, and {hint}; a folder "
-        "with the config files of its parts is enough for a forecast"
+        f"model.path is {path!r}: there is no such folder, it is not in the hub's cache, and {hint}; a folder with the "
+        "config files of its components is enough for a forecast"
     )
 
 
@@ -232,4 +237,4 @@ PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = {
     "stabilityai/stable-diffusion-3.5-large": _sd35(_SD35_LARGE),
     "stabilityai/stable-diffusion-xl-base-1.0": _sdxl(),
 }
-"""Name on the hub, in small letters → what its configs say."""
+"""Name on the hub in lower case → its index and the configs of its components."""

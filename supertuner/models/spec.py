@@ -1,12 +1,12 @@
-"""What a family of models says about itself: facts and functions in one record, and the only thing others know of it.
+"""The interface of a model family: one record of facts and functions. No other package knows more about a family.
 
-    Source ──read──► Model      what this model is, from its config files alone: no weights are touched
-                       ├── media_encoder / text_encoder   made when something must be encoded, dropped afterwards
-                       ├── denoiser                       one module per expert; adapters are put on it by adapters.py
-                       ├── denoise                        the module's forward pass in our terms
-                       └── sampler                        the family's own diffusers pipeline, for samples
+    ModelSource ──read_model──► ModelDescription     from the config files alone, without reading weights
+                       ├── build_media_encoder, build_text_encoder   built when something must be encoded, then released
+                       ├── load_denoiser                             one module per expert; adapters are attached to it
+                       ├── denoise                                   the module's forward pass with our arguments
+                       └── build_sampler                             the family's diffusers pipeline, for samples
 
-Noise levels are numbers from 0 (clean) to 1 (noise): t / 1000 in the models' own counting.
+A sigma is a noise level from 0 (clean) to 1 (pure noise): timestep / 1000 in the models' own units.
 """
 
 from __future__ import annotations
@@ -24,98 +24,98 @@ from torch import nn
 from supertuner.core.types import MediaKind
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
-"""Named tensors: what an encoder makes of a sample, or of a batch of them."""
+"""Named tensors: an encoder's output for one sample or for a batch."""
 PredictionType: TypeAlias = Literal["flow", "epsilon", "v"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from."""
+    """Where a model's files come from."""
 
     path: str
-    """A folder with a diffusers pipeline, or a name on the hub."""
+    """The folder of a diffusers pipeline, or a repository on the Hugging Face hub."""
     revision: str | None = None
     variant: str | None = None
     offline: bool = False
     single_files: Mapping[str, Path] = field(default_factory=dict)
-    """Part → a .safetensors file that its weights come from instead."""
+    """Component → a .safetensors file to load its weights from instead."""
     without_weights: bool = False
-    """Its parts are made from their configs alone, without weights and files: for a forecast."""
+    """Build components from their configs alone, without files and memory for weights, for a forecast."""
     assumed_caption_tokens: int = 576
-    """Hollow: as many tokens is a caption taken for where the model reads it whole."""
+    """Without weights: the assumed length of a caption, for models that do not pad captions to a fixed length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """A denoiser and the noise levels it is for: `low` ≤ level < `high`, and 1 too where `high` is 1."""
+    """A denoiser and its range of sigmas: `sigma_min` ≤ sigma < `sigma_max`, and also 1 if `sigma_max` is 1."""
 
     name: str
-    """`high_noise`, `low_noise`; a model with only one calls it `model`."""
+    """For example `high_noise` and `low_noise`; the expert of a model with only one is named `model`."""
     component: str
-    """Its name in the pipeline: `transformer`, `transformer_2`."""
+    """Its component of the pipeline, for example `transformer_2`."""
     sigma_min: float = 0.0
     sigma_max: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """One model of a family, as its config files describe it."""
+    """One model of a family, from its config files."""
 
     source: ModelSource
     title: str
-    """For people: `Wan2.2 text-to-video, two experts`."""
+    """A title for messages, for example `Wan2.2 text-to-video, two experts`."""
     experts: tuple[Expert, ...]
-    """In the order in which sampling uses them: high noise first."""
+    """In the order in which sampling uses them, high noise first."""
     media_kinds: frozenset[MediaKind]
-    """What it can be trained on."""
+    """The kinds of media that it can be trained on."""
     shift: float
-    """How far its scheduler moves noise levels towards noise; 1: not at all."""
+    """The shift of its scheduler, which moves sigmas towards 1; 1 moves nothing."""
     configs: Mapping[str, Mapping[str, object]]
-    """Config of the pipeline (`""`) and of each part, as read."""
+    """The configs of the pipeline (key `""`) and of each component."""
 
     needs_first_frame: bool = False
-    """A sample of it needs a first frame."""
+    """Whether a sample starts from a given first frame (image-to-video)."""
     edits_images: bool = False
-    """It changes a picture into another. Every sample has the picture that it is made from; `denoise` gets that as the
-    condition `condition`, latents of the same media encoder, and the text encoder sees it too."""
+    """Whether it edits a reference image. Every training sample then has one: `denoise` receives its latents, by the
+    same media encoder, as the condition `condition`, and the text encoder is an `ImageTextEncoder`."""
     micro_conditioning: bool = False
-    """It is told how each picture was framed: `denoise` gets the condition `framing`, with a row for each sample of its
-    height and width as a file, what was cut off at its top and left, and its height and width in the batch."""
+    """Whether it is conditioned on sizes and crops (SDXL). `denoise` then receives the condition `framing` with one row
+    per sample: original height and width, crop offset from the top and the left, height and width in the batch."""
     prediction: PredictionType | None = None
-    """Where the models of a family differ in what they predict; None: what the family says."""
+    """Overrides the family's prediction type; None: as the family says."""
     alphas_cumprod: tuple[float, ...] | None = None
-    """The table that a model of epsilon or v was trained on: DDPM's ᾱ_t, from the first timestep to the last."""
+    """ᾱ_t of DDPM for each timestep of the model's scheduler, for models that predict epsilon or v."""
 
     def config_value(self, component: str, key: str) -> object:
-        """One entry of a part's config, which must be there."""
+        """One entry of a component's config. Raises KeyError if it is missing."""
         return self.configs[component][key]
 
 
 class MediaEncoder(Protocol):
-    """Pixels or sound to latents. Deterministic: the same input gives the same bits on the same device."""
+    """Encodes pixels or sound to latents. Deterministic: equal inputs give equal bits on the same device."""
 
     def encode(self, media: torch.Tensor) -> Tensors:
-        """uint8 BCHW or BCFHW, or float32 BCT in [-1, 1] → fields of B rows each, fp32 on the CPU, detached.
+        """Takes uint8 BCHW or BCFHW, or float32 BCT in [-1, 1]; returns fields of B rows, fp32, detached, on the CPU.
 
-        `latents` is what noise is added to; other fields are conditions that `denoise` gets as they are.
+        Training adds noise to the field `latents`; other fields are conditions that `denoise` receives unchanged.
         """
 
 
 class TextEncoder(Protocol):
     @property
     def truncated_captions(self) -> int:
-        """How many captions so far were longer than the model reads, and were cut."""
+        """The number of captions so far that were longer than the model reads and were truncated."""
 
     def encode(self, captions: Sequence[str]) -> list[Tensors]:
-        """For each caption its fields, on the CPU, detached, without padding and without a batch dimension."""
+        """The fields of each caption: detached, on the CPU, without padding and without a batch dimension."""
 
 
 @runtime_checkable
 class ImageTextEncoder(TextEncoder, Protocol):
-    """Of a model that edits: a caption says what to do with a picture, and is encoded together with it."""
+    """The text encoder of an editing model, which encodes a caption together with its reference image."""
 
     def encode_with_images(self, captions: Sequence[str], images: Sequence[torch.Tensor]) -> list[Tensors]:
-        """`encode`, each caption with its picture: uint8 CHW."""
+        """Like `encode`, for captions with their images (uint8 CHW)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +129,12 @@ class SampleRequest:
     inference_steps: int
     guidance_scale: float
     image: NDArray[np.uint8] | None = None
-    """HWC: the first frame, for models that start from one; the picture to change, for models that edit."""
+    """HWC: the first frame for image-to-video models, the reference image for editing models."""
 
 
 class ModelSampler(Protocol):
     def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
-        """The sample as frames, FHWC; a picture has one. Draws on no global random state."""
+        """The sample as frames FHWC; an image has one frame. Does not use torch's global random state."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -143,29 +143,31 @@ class Family:
     prediction: PredictionType
     read_model: Callable[[ModelSource], ModelDescription]
     media_files: Callable[[ModelDescription], Sequence[Path]]
-    """The files that decide what the media encoder computes: weights and configs. Their content is its identity."""
+    """The files that determine the media encoder's output: weights and configs. Caches are keyed by their content."""
     text_files: Callable[[ModelDescription], Sequence[Path]]
-    """The same of the text encoders and tokenizers."""
+    """The same for text encoders and tokenizers."""
     build_media_encoder: Callable[[ModelDescription, torch.device], MediaEncoder]
     build_text_encoder: Callable[[ModelDescription, torch.device, torch.dtype], TextEncoder]
     unsupported_reason: Callable[[ModelDescription, tuple[int, ...]], str | None]
-    """Why media of this shape (CHW, CFHW, CT) cannot be encoded or denoised; None if it can."""
+    """Why media of this shape (CHW, CFHW or CT) cannot be encoded or denoised; None if they can."""
     load_denoiser: Callable[[ModelDescription, Expert, torch.dtype], nn.Module]
-    """The expert's module on the CPU, in eval mode, no gradient required, aligned so that results are repeatable."""
+    """The expert's module on the CPU in eval mode, frozen, with aligned tensors so that results are repeatable."""
     denoise: Callable[[ModelDescription, nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
-    """(model, module, noisy, levels, text, conditions) → prediction, of the shape of `noisy`. Levels: fp32, one per
+    """(model, module, noisy, sigmas, text, conditions) → prediction with the shape of `noisy`. Sigmas are fp32, one per
     sample. Runs under the caller's autocast."""
     pad_text: Callable[[ModelDescription, Sequence[Tensors]], Tensors]
-    """Encoded captions as one batch, padded as the family's pipeline does."""
+    """Encoded captions as one batch, padded as in the family's pipeline."""
     token_count: Callable[[ModelDescription, tuple[int, ...]], int]
-    """Tokens that latents of this shape (without batch) are for the denoiser."""
+    """The number of tokens of latents of this shape (without batch) in the denoiser."""
     build_sampler: Callable[[ModelDescription, Mapping[str, nn.Module], torch.device, torch.dtype], ModelSampler]
-    """(model, part → module, device, dtype): a pipeline around these modules; a part that is not given is loaded."""
+    """(model, component → module, device, dtype) → a sampler that uses these modules and loads the other components."""
     target_presets: Mapping[str, Sequence[str]]
-    """Presets of adapter targets: endings of module names."""
+    """Presets of adapter targets: preset → endings of module names."""
     export_prefix: Mapping[str, str]
-    """Part → prefix of its adapter's keys in an exported file that diffusers loads."""
+    """Component → prefix of its adapter's keys in an exported file for diffusers."""
     write_tiny_pipeline: Callable[[Path, int], None]
-    """Write a tiny random pipeline of the family into a new folder, from a seed."""
+    """(folder, seed): write a tiny pipeline of the family with random weights into a new folder."""
     batched_guidance: bool = False
-    """Its sampler predicts with and without the prompt in one batch; otherwise in one pass after the other."""
+    """Whether the sampler predicts with and without the prompt in one batch instead of one after the other."""
+    modelspec_architecture: str | None = None
+    """Its architecture in Stability's ModelSpec, for the metadata of exported files; None: the family's name."""

@@ -1,1 +1,2 @@
-"""A step known before it runs: what it needs, how long it takes at least, and where its bytes should live."""
+"""Knows a step before it runs: its memory (trace), the best placement of its bytes (placement), a forecast of the
+run."""

@@ -1,1 +1,1 @@
-"""Where events go: a run's folder, JSON lines, the console. A sink is handed plain data and decides nothing."""
+"""Sinks of events: run folder, JSON lines, console, TensorBoard, Weights & Biases. They receive plain data."""

@@ -1,15 +1,18 @@
-"""What a person sees while work goes on: warnings at once, decisions as a table, progress with rate and time left.
+"""Shows events and progress to a person: warnings at once, decisions as a table, progress with rate and time left.
 
-On a terminal progress is a bar; elsewhere (a log file, a pipe) it is a plain line every few seconds at most. Everything
-goes to standard error, so that a command's result on standard output stays clean.
+On a terminal, progress is a bar; elsewhere (a log file, a pipe) it is a plain line every few seconds. Everything goes
+to standard error, so that standard output holds only the result of a command.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import IO, cast
 
@@ -22,22 +25,21 @@ from rich.text import Text
 from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NoteEvent, SetAsideEvent, WarningEvent
 from supertuner.core.types import JSON, escape_for_terminal
 from supertuner.sinks.phase_counters import PhaseCounters
-from supertuner.sinks.stderr_stream import StderrStream
 from supertuner.sinks.training_display import DisplayCounters, DisplayRow, TrainingDisplay
 
 MAX_SET_ASIDE_SHOWN = 5
 PLAIN_LINE_SECONDS = 5.0
 BAR_SECONDS = 0.1
 REFRESHES_PER_SECOND = 4
-"""How often a live display is drawn by itself; each time takes milliseconds from the work it shows."""
+"""How often a live display is redrawn; each time costs milliseconds of the work that it shows."""
 
 
 class ConsoleSink:
-    """Sink and progress for a person. Close it (or leave its `with`) to see what was still held back.
+    """Sink and progress display for a person. `close` prints what was collected.
 
-    Decisions are collected and shown together, before the next phase begins and at the end; of the files set aside
-    the first few are named; `rest` says where the others are. Of figures (`Measured`) those of training are a line that
-    changes; all others are a command's result, which the command itself prints.
+    Decisions are collected and shown together, before the next phase and at the end. `close` lists the first few
+    set-aside files; `set_aside_hint` says where the others are. Of measurements, only those of training are shown, as a
+    line that is updated; others are results of commands, which the commands print.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class ConsoleSink:
         return ConsolePhase(self, PhaseCounters(title, items, nbytes, self._clock(), noun), self._clock)
 
     def show_decisions(self) -> None:
-        """Print the decisions that were made since the last time."""
+        """Print the decisions since the last call."""
         with self._lock:
             decisions, self._decisions = self._decisions, []
         if decisions and self._console.is_terminal:
@@ -105,11 +107,11 @@ class ConsoleSink:
         self.close()
 
     def print_above(self, content: Text | Table) -> None:
-        """Print above whatever is live."""
+        """Print above the live display."""
         self._console.print(content, soft_wrap=isinstance(content, Text))
 
     def open_row(self, title: str, counters: DisplayCounters) -> ProgressBarRow | None:
-        """A new row of the live display, which all that is open shares; None where this is not a terminal."""
+        """Open a row of the live display; None if the console is not a terminal."""
         if not self._console.is_terminal:
             return None
         with self._lock:
@@ -121,7 +123,8 @@ class ConsoleSink:
             return ProgressBarRow(self._bars, title, counters, self._clock)
 
     def close_row(self, row: DisplayRow, line: str) -> None:
-        """The last row stays as it is, and the display ends; of another one `line` stays, above what is still live."""
+        """Close a row. The last open row stays on the screen and the live display ends; another row is replaced by
+        `line`, printed above the display."""
         row.draw()
         with self._lock:
             self._row_count -= 1
@@ -134,7 +137,7 @@ class ConsoleSink:
 
 
 class ConsolePhase:
-    """One bar, or one series of lines. `advance` may be called from any thread, and often: drawing is rationed."""
+    """A bar, or a series of lines. `advance` may be called often and from any thread; drawing is rate-limited."""
 
     def __init__(self, console: ConsoleSink, counters: PhaseCounters, clock: Callable[[], float]) -> None:
         self._console = console
@@ -177,7 +180,7 @@ class ConsolePhase:
 
 
 class ProgressBarRow:
-    """One row of the live display: a title, a bar, and what its counters say."""
+    """One row of the live display: a title, a bar and the text of its counters."""
 
     def __init__(self, bars: RichProgress, title: str, counters: DisplayCounters, clock: Callable[[], float]) -> None:
         self._bars = bars
@@ -191,8 +194,41 @@ class ProgressBarRow:
         self._bars.remove_task(self._task)
 
 
+class StderrStream(io.TextIOBase):
+    """The current standard error; errors when writing to it are ignored.
+
+    A terminal may be closed, the reader of a pipe may exit, the disk of a log may be full: that must not end hours of
+    training. The run folder has all events.
+    """
+
+    def write(self, text: str, /) -> int:
+        with suppress(OSError):  # see the class docstring
+            _real_stderr().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):  # see the class docstring
+            _real_stderr().flush()
+
+    def isatty(self) -> bool:
+        return _real_stderr().isatty()
+
+    def fileno(self) -> int:
+        return _real_stderr().fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # an attribute in TextIOBase
+        return sys.stderr.encoding or "utf-8"
+
+
+def _real_stderr() -> IO[str]:
+    """Standard error, not the proxy that rich installs during a live display: that would write to us again."""
+    stream: IO[str] = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+    return stream
+
+
 class FiguresColumn(ProgressColumn):
-    """The figures right of a bar, as of now: they go on when nothing advances, so that a stall can be seen."""
+    """The figures right of a bar. They are updated even if nothing advances, so that a stall is visible."""
 
     def render(self, task: Task) -> Text:
         counters: DisplayCounters = task.fields["counters"]
@@ -200,7 +236,7 @@ class FiguresColumn(ProgressColumn):
 
 
 def decisions_table(decisions: list[tuple[str, JSON, str]]) -> Table:
-    """What was decided, and why: one row each."""
+    """A table with one row per decision: name, value, reason."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("decided", overflow="fold")
     table.add_column("value", style="bold", overflow="fold")
@@ -211,5 +247,5 @@ def decisions_table(decisions: list[tuple[str, JSON, str]]) -> Table:
 
 
 def value_text(value: JSON) -> str:
-    """A setting's value for people: text as it is, the rest as JSON."""
+    """A value for people: text unchanged, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,7 +1,7 @@
-"""What every picture for people is drawn with: one font, a few colours, text that fits. The same text, the same pixels.
+"""Fonts, colours and text layout of pictures. The same text gives the same pixels on every machine.
 
-The font is the one that comes with Pillow, so that pictures are alike on every machine. It knows ASCII and little more:
-accents are dropped, signs that have a plain cousin become it, and every other letter is shown as an empty box.
+The font is the one that Pillow contains. It has ASCII and a few more characters: accents are dropped, some characters
+are replaced by similar ones, and every other character is drawn as an empty box.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PAPER, CARD, INK, MUTED, ACCENT = "#f4f3ef", "#ffffff", "#22252b", "#7d828c", "#2f6fb3"
 RULE = "#dcdad3"
 
-# What the font has beyond ASCII; from `test_the_font_has_the_signs_that_are_kept`.
+# Characters of the font beyond ASCII, as checked by `test_the_font_has_the_characters_that_are_kept`.
 FONT_CHARACTERS: Final = frozenset("©«°±´·»‘’“”…‹›⁄™")
 CHARACTER_REPLACEMENTS: Final[Mapping[str, str]] = {
     "×": " x ", "–": "-", "—": "-", "−": "-", "‐": "-", "‑": "-", "→": "->", "←": "<-", "≤": "<=", "≥": ">=",
@@ -29,7 +29,7 @@ CHARACTER_REPLACEMENTS: Final[Mapping[str, str]] = {
 
 
 def drawable_text(text: str) -> str:
-    """`text` in one line, of signs that the font has; any other letter becomes one that it draws as an empty box."""
+    """`text` in one line, with only characters that the font has; others become one that is drawn as an empty box."""
     return "".join(_drawable_character(character) for character in " ".join(text.split()))
 
 
@@ -40,7 +40,7 @@ def _drawable_character(character: str) -> str:
         return CHARACTER_REPLACEMENTS[character]
     parts = [s for s in unicodedata.normalize("NFKD", character) if not unicodedata.combining(s)]
     if all(s in FONT_CHARACTERS or " " <= s <= "~" for s in parts):
-        return "".join(parts)  # an accent by itself leaves nothing
+        return "".join(parts)  # a combining accent alone becomes ""
     return "" if unicodedata.category(character) in ("Cf", "Cc", "Mn") else "\u25a1"
 
 
@@ -56,7 +56,7 @@ def text_width(text: str, size: int) -> int:
 
 
 def wrap_text(text: str, width: int, max_lines: int, size: int = 13) -> list[str]:
-    """`text` in at most `most` lines of `width` pixels; an ellipsis says that there is more."""
+    """`text` in at most `max_lines` lines of `width` pixels; an ellipsis marks omitted text."""
     lines = [""]
     for word in drawable_text(text).split(" "):
         longer = f"{lines[-1]} {word}".strip()
@@ -71,7 +71,7 @@ def wrap_text(text: str, width: int, max_lines: int, size: int = 13) -> list[str
 
 
 def shorten_line(line: str, width: int, size: int = 13) -> str:
-    """As much of `line` as fits; an ellipsis stands for the rest."""
+    """As much of `line` as fits into `width` pixels, followed by an ellipsis if something is omitted."""
     if load_font(size).getlength(line) <= width:
         return line
     low, high = 0, len(line)
@@ -85,7 +85,7 @@ def shorten_line(line: str, width: int, size: int = 13) -> str:
 
 
 def new_sheet(width: int, height: int, colour: str = PAPER) -> tuple[Image, ImageDraw]:
-    """An empty sheet, and the pen for it."""
+    """An empty image, and its ImageDraw."""
     from PIL import Image, ImageDraw
 
     sheet = Image.new("RGB", (width, height), colour)
@@ -93,7 +93,7 @@ def new_sheet(width: int, height: int, colour: str = PAPER) -> tuple[Image, Imag
 
 
 def png_bytes(picture: Image) -> bytes:
-    """The picture as a PNG file: the same pixels, the same bytes."""
+    """The picture as a PNG file. Equal pixels give equal bytes."""
     buffer = BytesIO()
     picture.save(buffer, format="PNG", compress_level=6)
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Events as one JSON object per line, only ever appended; what a kill tore off is recognised and left out."""
+"""Append-only files with one JSON object per line; an incomplete last line, after a kill, is detected and left out."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ EVENT_NAMES: Mapping[type[Event], str] = {
 
 
 class JsonLinesFile:
-    """A file of records that can be appended to by several threads at once.
+    """A file of records, to which several threads may append.
 
-    A record is written by one write() of a whole line, so a line without its end is one that a kill or a full disk
-    tore: opening the file again cuts such a tail off, and reading it stops before the tail.
+    A record is written as a whole line by one write(), so a line without a newline was cut off by a kill or a full
+    disk: opening the file removes such a line, and reading stops before it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        _cut_torn_tail(self._handle)
+        _truncate_incomplete_line(self._handle)
 
     def append(self, record: Mapping[str, JSON]) -> None:
         remaining = memoryview(encode_line(record))
         try:
-            while remaining:  # a disk that fills up takes a part first, and says why at the next call
+            while remaining:  # a disk that becomes full takes a part of the line, and the next call raises
                 remaining = remaining[os.write(self._handle, remaining) :]
         except OSError as error:
             raise RunFolderError(
-                f"{self.path} cannot be written: {error.strerror}; make room and start again"
+                f"{self.path} cannot be written: {error.strerror}; free space and start again"
             ) from error
 
     def emit(self, event: Event, /) -> None:
@@ -64,18 +64,19 @@ class JsonLinesFile:
 
 
 def encode_line(record: Mapping[str, JSON]) -> bytes:
-    """One line of the file. A file name that is not UTF-8 survives as JSON's own escapes."""
+    """One line of the file. Surrogates, from file names that are not UTF-8, are written as JSON escapes."""
     text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
     return text.encode(errors="backslashreplace")
 
 
 def event_record(event: Event) -> dict[str, JSON]:
-    """An event as it stands in the file: when, which kind, and its own fields."""
+    """The record of an event: its time, its kind and its fields."""
     return {"at": now_text(), "event": EVENT_NAMES[type(event)], **dataclasses.asdict(event)}
 
 
 def read_records(path: Path) -> Iterator[dict[str, JSON]]:
-    """Every whole record of the file, in order; a missing file has none."""
+    """The complete records of the file, in order; none if there is no file. Raises RunFolderError at an invalid
+    line."""
     if not path.exists():
         return
     with path.open("rb") as lines:
@@ -90,17 +91,17 @@ def read_records(path: Path) -> Iterator[dict[str, JSON]]:
 
 
 def now_text() -> str:
-    """This moment in UTC, to the second, as it is written in a run's files."""
+    """The current time in UTC, to the second, as run folders store it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def readable_time(moment: str) -> str:
-    """The same moment for people: `2026-01-31 09:30:00 UTC`."""
+    """A stored time for people: `2026-01-31 09:30:00 UTC`."""
     return moment.replace("T", " ").replace("+00:00", " UTC")
 
 
-def _cut_torn_tail(handle: int) -> None:
-    """Shorten the file to its last whole line."""
+def _truncate_incomplete_line(handle: int) -> None:
+    """Truncate the file after its last complete line."""
     end = os.fstat(handle).st_size
     step = 1 << 16
     position = end

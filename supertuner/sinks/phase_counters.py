@@ -1,4 +1,4 @@
-"""The arithmetic of progress: how much is done, how fast, how long it will still take. No clock of its own."""
+"""Computes progress figures: how much is done, how fast, and the time left. Callers pass the time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from supertuner.core.types import bytes_text
 
 @dataclass(slots=True)
 class PhaseCounters:
-    """One phase's counters. A total of zero is unknown, or has no meaning here, and is not shown."""
+    """The counters of one phase. A total of 0 means unknown, and is not shown."""
 
     title: str
     items_total: int
@@ -28,7 +28,7 @@ class PhaseCounters:
         self.ended_s = now_s
 
     def fraction_done(self) -> float:
-        """How much of the phase is done, 0 to 1; by bytes where they are known, since files differ in size."""
+        """How much of the phase is done, 0 to 1; by bytes if their total is known, because files differ in size."""
         if self.bytes_total:
             return min(1.0, self.nbytes / self.bytes_total)
         if self.items_total:
@@ -36,7 +36,7 @@ class PhaseCounters:
         return 0.0 if self.ended_s is None else 1.0
 
     def status_text(self, now_s: float) -> str:
-        """`1,200 of 5,000 files, 1.2 GiB of 4.0 GiB, 310 MiB/s, 9 s left`; at the end the time taken."""
+        """`1,200 of 5,000 files, 1.2 GiB of 4.0 GiB, 310 MiB/s, 9 s left`; at the end, the elapsed time."""
         elapsed = max(1e-9, (self.ended_s if self.ended_s is not None else now_s) - self.started_s)
         parts = []
         if self.items or self.items_total:
@@ -58,7 +58,7 @@ class PhaseCounters:
 
 
 def seconds_left(fraction_done: float, elapsed_s: float) -> float | None:
-    """Time the rest takes at the pace so far; None while nothing is known."""
+    """Time left at the average pace so far; None if nothing is done yet."""
     return None if fraction_done <= 0.0 else elapsed_s * (1.0 - fraction_done) / fraction_done
 
 

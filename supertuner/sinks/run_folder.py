@@ -1,15 +1,15 @@
-"""A run's folder: the configuration as given and as resolved, every decision with its reason, every event.
+"""The run folder: the configuration file and the effective settings, all decisions with their reasons, all events.
 
-    run.json               what this folder is: format, name, digest of the configuration, when it was begun
-    config.given.*         the configuration file, byte for byte, and the files that it named
-    config.resolved.json   every setting with its value, and where each came from
+    run.json               identifies the folder: format, name, digest of the configuration, time of the first start
+    config.given.*         the configuration file, byte for byte, and the files that it refers to
+    config.resolved.json   every setting with its value, and the origin of each value
     decisions.json         every decision made at run time: what, value, reason
-    set_aside.jsonl        every file that is not used, and why
-    events.jsonl           everything that was said, in order
-    .lock                  held by flock while the run is in use; it dies with its owner
+    set_aside.jsonl        every file that is not used, with the reason
+    events.jsonl           all events, in order
+    .lock                  held with flock by the process that uses the run; the kernel releases it when that exits
 
-A folder belongs to one configuration once something came of it. Another one, or files that are not a run's, are refused
-and left as they are.
+Once a run has results, its folder belongs to its configuration: another configuration is refused. So is a folder with
+files that are not from a run. Refused folders are not changed.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ SET_ASIDE_FILE = "set_aside.jsonl"
 EVENTS_FILE = "events.jsonl"
 LOCK_FILE = ".lock"
 RESULT_FOLDERS = ("checkpoints", "samples", "exports")
-"""Folders of a run that hold what came of it."""
+"""Folders with results of a run."""
 MAX_DIFFERENCES_SHOWN = 5
 
 
 class RunFolder:
-    """One run's folder, locked from here to `close`. It is a sink: decisions, set-aside files and events are kept."""
+    """A run folder, locked until `close`. It is a sink that stores decisions, set-aside files and events."""
 
     def __init__(self, path: Path, name: str, config: SavedConfig) -> None:
         self.path = path
         self.replaced_settings: tuple[str, ...] = ()
-        """How the settings differ from those of an earlier start of which nothing came, if there was one."""
+        """The differences from the settings of an earlier start without results, which these settings replaced."""
         self.changed_settings: tuple[str, ...] = ()
-        """Settings of an earlier session of this run that are others now; none that decides what is trained."""
+        """The settings that changed since the last session of this run; none of them affects what is trained."""
         _refuse_foreign_folder(path)
         _make_folder(path)
         self._lock_handle = _acquire_lock(path)
@@ -73,7 +73,7 @@ class RunFolder:
         self.emit_all((event,))
 
     def emit_all(self, events: Iterable[Event]) -> None:
-        """Keep several events; `decisions.json` is written once, durably, and only if something new was decided."""
+        """Store several events. `decisions.json` is written once, durably, and only if there is a new decision."""
         with self._emit_lock:
             has_new_decision = False
             for event in events:
@@ -86,7 +86,7 @@ class RunFolder:
                 durable.write_json(self.path / DECISIONS_FILE, self._decisions)
 
     def forget_set_aside(self, dataset: str) -> None:
-        """Drop what earlier sessions set aside of this dataset: it is about to be looked through again."""
+        """Remove the set-aside files of this dataset from earlier sessions, because it will be scanned again."""
         with self._emit_lock:
             other_records = [line for line in read_records(self.path / SET_ASIDE_FILE) if line["dataset"] != dataset]
             self._set_aside_file.close()
@@ -95,7 +95,7 @@ class RunFolder:
             self._set_aside_file = JsonLinesFile(self.path / SET_ASIDE_FILE)
 
     def close(self) -> None:
-        """Let go of the folder; what it holds stays."""
+        """Release the folder; its files stay."""
         try:
             with closing(self._events_file), closing(self._set_aside_file):
                 pass
@@ -113,10 +113,10 @@ class RunFolder:
         except OSError as refusal:
             if error is None:
                 raise _write_error(self.path, refusal) from refusal
-            # What ends the run is told; that its record could not be synced either is no news beside it.
+            # Otherwise the original error is raised, not the failure to sync the records.
 
     def _begin_run(self, name: str, config: SavedConfig) -> None:
-        """Write who this folder belongs to, last of all: without run.json it is not a run yet."""
+        """Write the files of a new run; run.json comes last, because without it the folder is not a run."""
         _sweep_temporaries(self.path)
         run = self.path / RUN_FILE
         if run.exists():
@@ -132,17 +132,17 @@ class RunFolder:
         durable.write_json(run, {"format": RUN_FORMAT, "name": name, "begun": now_text(), **facts})
         for entry in self.path.iterdir():
             if entry.name.startswith(f"{CONFIG_FILE_STEM}.") and entry.name not in config.files():
-                entry.unlink()  # of the settings that were replaced
+                entry.unlink()  # a file of the replaced configuration
 
     def _continue_run(self, config: SavedConfig) -> None:
-        """The same run with, perhaps, other settings of those that may change: the folder keeps the newest."""
+        """Continue a run. Changeable settings may differ; the folder stores their newest values."""
         before = _read_object(self.path / RESOLVED_CONFIG_FILE).get("config")
         self.changed_settings = tuple(config.all_differences(before)) if isinstance(before, Mapping) else ()
         if self.changed_settings:
             durable.write_json(self.path / RESOLVED_CONFIG_FILE, {"config": config.resolved, "origins": config.origins})
 
     def _add_decision(self, event: DecisionEvent) -> bool:
-        """A decision that repeats the last one of its name is not kept twice."""
+        """Add a decision unless it equals the last one of its name. Returns whether it was added."""
         last = next((d for d in reversed(self._decisions) if d["what"] == event.what), None)
         if last is not None and (last["value"], last["reason"]) == (event.value, event.reason):
             return False
@@ -159,7 +159,7 @@ class RunFolder:
 
 
 def lock_holder(path: Path) -> str | None:
-    """Who uses the folder now: `process 4711 since …`; None if nobody does."""
+    """The process that uses the folder, `process 4711 since …`; None if no process does."""
     lock = path / LOCK_FILE
     if not lock.exists():
         return None
@@ -177,11 +177,11 @@ def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunFolderError(f"{path} cannot be made: {error.strerror}; choose another run.output_dir") from error
+        raise RunFolderError(f"{path} cannot be created: {error.strerror}; choose another run.output_dir") from error
 
 
 def _acquire_lock(path: Path) -> int:
-    """Take the folder for this process. The kernel lets go of it when the process ends, however it ends."""
+    """Lock the folder for this process and return the handle. The kernel releases the lock when the process exits."""
     try:
         handle = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -191,9 +191,7 @@ def _acquire_lock(path: Path) -> int:
     except BlockingIOError as error:
         holder = (path / LOCK_FILE).read_text().strip() or "another process"
         os.close(handle)
-        raise RunFolderError(
-            f"{path} is in use by {holder}; wait for it, end it, or give this run another run.name"
-        ) from error
+        raise RunFolderError(f"{path} is in use by {holder}; wait for it, stop it, or set another run.name") from error
     try:
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} since {readable_time(now_text())}\n".encode(), 0)
@@ -205,11 +203,11 @@ def _acquire_lock(path: Path) -> int:
 
 def _write_error(path: Path, error: OSError) -> RunFolderError:
     where = error.filename or path
-    return RunFolderError(f"{where} cannot be written: {error.strerror}; make room, or choose another run.output_dir")
+    return RunFolderError(f"{where} cannot be written: {error.strerror}; free space, or choose another run.output_dir")
 
 
 def _refuse_foreign_folder(path: Path) -> None:
-    """A folder with files in it that is not a run's is somebody's; nothing is added to it."""
+    """Raise RunFolderError if the folder has files that are not from a run."""
     if not path.exists():
         return
     if not path.is_dir():
@@ -220,12 +218,12 @@ def _refuse_foreign_folder(path: Path) -> None:
     if RUN_FILE not in names and foreign:
         some = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
         raise RunFolderError(
-            f"{path} holds files that are not a run's ({some}); choose another run.output_dir or run.name"
+            f"{path} contains files that are not from a run ({some}); choose another run.output_dir or run.name"
         )
 
 
 def _require_same_run(path: Path, config: SavedConfig) -> tuple[str, ...]:
-    """How the settings differ from those that the folder was begun with. Refused, if anything came of those."""
+    """The differences from the settings of the run in this folder. Raises RunFolderError if that run has results."""
     run = _read_object(path / RUN_FILE)
     if run.get("format") != RUN_FORMAT:
         raise RunFolderError(
@@ -235,7 +233,7 @@ def _require_same_run(path: Path, config: SavedConfig) -> tuple[str, ...]:
         return ()
     saved_config = _read_object(path / RESOLVED_CONFIG_FILE).get("config")
     lines = config.identity_differences(saved_config if isinstance(saved_config, Mapping) else {})
-    if not lines:  # an earlier version counted other settings
+    if not lines:  # the digest of an earlier version covered other settings
         return ()
     if not _has_results(path):
         return tuple(lines)
@@ -245,22 +243,22 @@ def _require_same_run(path: Path, config: SavedConfig) -> tuple[str, ...]:
     raise RunFolderError(
         "\n".join(
             [
-                f"{path} holds another run, begun {readable_time(str(run.get('begun')))}; its settings differ:",
+                f"{path} belongs to another run, begun {readable_time(str(run.get('begun')))}; its settings differ:",
                 *shown,
-                f"give this run another run.name{_resume_hint(path)}, or move that folder away",
+                f"set another run.name{_resume_hint(path)}, or move that folder away",
             ]
         )
     )
 
 
 def _resume_hint(path: Path) -> str:
-    """How another run goes on where this one is, if it got as far as a checkpoint."""
+    """How to resume from the newest checkpoint of this run in another run; "" without a checkpoint."""
     newest = max((path / "checkpoints").glob("step-*"), default=None)
-    return "" if newest is None else f" (with --resume {newest} it goes on from there)"
+    return "" if newest is None else f" (with --resume {newest} it resumes from there)"
 
 
 def _has_results(path: Path) -> bool:
-    """Whether the run got as far as a result: a start that was refused leaves none."""
+    """Whether the run has losses, checkpoints, samples or exports."""
     losses = path / "losses.jsonl"
     if losses.is_file() and losses.stat().st_size:
         return True
@@ -268,7 +266,7 @@ def _has_results(path: Path) -> bool:
 
 
 def _is_temporary(name: str) -> bool:
-    """A name that core.durable gives while it writes; left behind only by a kill."""
+    """Whether it is a temporary file of core.durable; such files remain only after a kill."""
     return name.startswith(".") and name.endswith(".tmp")
 
 
@@ -281,14 +279,14 @@ def _sweep_temporaries(path: Path) -> None:
 def _read_object(path: Path) -> Mapping[str, JSON]:
     value = _read_json(path)
     if not isinstance(value, dict):
-        raise RunFolderError(f"{path} is not a JSON object; move the run's folder away and start again")
+        raise RunFolderError(f"{path} is not a JSON object; move the run folder away and start again")
     return value
 
 
 def _read_list(path: Path) -> list[dict[str, JSON]]:
     value = _read_json(path)
     if not isinstance(value, list):
-        raise RunFolderError(f"{path} is not a JSON list; move the run's folder away and start again")
+        raise RunFolderError(f"{path} is not a JSON list; move the run folder away and start again")
     return value
 
 
@@ -296,7 +294,7 @@ def _read_json(path: Path) -> JSON:
     try:
         value: JSON = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise RunFolderError(f"{path} cannot be read ({error}); move the run's folder away and start again") from error
+        raise RunFolderError(f"{path} cannot be read ({error}); move the run folder away and start again") from error
     return value
 
 

@@ -1,4 +1,4 @@
-"""A configuration as a run keeps it, and how two of them differ. Pure: plain data in, text out."""
+"""The configuration that a run folder stores, its digest, and its differences from another one. Pure."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ CONFIG_FILE_STEM = "config.given"
 
 @dataclass(frozen=True, slots=True)
 class SavedConfig:
-    """A configuration as a run keeps it; plain data, so that this room knows no schema."""
+    """The configuration of a run, as plain data: this package does not import `config`."""
 
     file_content: bytes
-    """The file as it was; empty for a configuration made in code."""
+    """The bytes of the configuration file; empty for a configuration from code."""
     extension: str
     """`.yaml`, `.json`, `.toml`."""
     resolved: Mapping[str, JSON]
     origins: Mapping[str, str]
-    """Setting → where its value came from; one that is missing here is a default."""
+    """Path of a setting → origin of its value; settings that are absent have their default."""
     attachments: Mapping[str, bytes] = field(default_factory=dict)
-    """Further files that the configuration named and that were read as part of it, by name."""
+    """Content of further files that the configuration refers to, by name."""
     defaults: Mapping[str, JSON] = field(default_factory=dict)
-    """Setting, list positions left out → the value that need not be said."""
+    """Pattern of a setting (its path without list positions) → its default."""
     changeable: Sequence[str] = ()
-    """Settings, and blocks of them, list positions left out, that may change while a run stays the same run."""
+    """Patterns of settings and blocks that may change between sessions of one run."""
 
     def files(self) -> dict[str, bytes]:
-        """What is kept byte for byte, by the name it is kept under; the configuration itself comes first."""
+        """The files to store, by name; the configuration file comes first."""
         contents = {f"{CONFIG_FILE_STEM}{self.extension}": self.file_content}
         for number, (name, content) in enumerate(self.attachments.items(), start=1):
             contents[f"{CONFIG_FILE_STEM}.{number}.{PurePath(name).name}"] = content
@@ -41,24 +41,24 @@ class SavedConfig:
 
     @property
     def digest(self) -> str:
-        """Two configurations of one run have the same digest, however they were written."""
+        """Identifies the run: configurations that are equal, apart from changeable settings, have equal digests."""
         text = json.dumps(self._identity_settings(self.resolved), sort_keys=True, ensure_ascii=False, allow_nan=False)
         return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
 
     def identity_differences(self, other_resolved: Mapping[str, JSON]) -> list[str]:
-        """The settings that make another run of it than the one with the resolved settings `there`, one line each."""
+        """The differences from `other_resolved` that make it another run, one line each."""
         return _difference_lines(
             self._identity_settings(self.resolved), self._identity_settings(other_resolved), self.defaults
         )
 
     def all_differences(self, other_resolved: Mapping[str, JSON]) -> list[str]:
-        """The settings that are not what they are `there`, one line each; those of another run and all others."""
+        """All differences from `other_resolved`, one line each."""
         return _difference_lines(
             dict(flatten_settings(self.resolved)), dict(flatten_settings(other_resolved)), self.defaults
         )
 
     def _identity_settings(self, resolved: Mapping[str, JSON]) -> dict[str, JSON]:
-        """What decides whether it is the same run: no setting that may change, and none that need not be said."""
+        """The settings that identify the run: those that are not changeable and do not have their default."""
         return {
             path: value
             for path, value in flatten_settings(resolved)
@@ -83,7 +83,7 @@ def _difference_lines(ours: Mapping[str, JSON], theirs: Mapping[str, JSON], defa
 def _with_defaults(
     ours: Mapping[str, JSON], theirs: Mapping[str, JSON], defaults: Mapping[str, JSON]
 ) -> dict[str, JSON]:
-    """`mine`, and the defaults of what only `theirs` says."""
+    """`ours`, with defaults for settings that only `theirs` has."""
     missing_paths = (path for path in theirs if path not in ours and _pattern(path) in defaults)
     return {**ours, **{path: defaults[_pattern(path)] for path in missing_paths}}
 

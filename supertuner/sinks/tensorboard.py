@@ -1,13 +1,13 @@
-"""A training run as TensorBoard shows it: event files below a folder, written by the tensorboard package's own writer.
+"""Writes a training run as TensorBoard event files, with the writer of the tensorboard package.
 
-    train/      the loss by expert, gradient norm, learning rate, window, samples per second, waiting, of each step
-    held_out/   the held-out loss by expert, under the same names, so that both are drawn in one chart
+    train/      per step: loss by expert, gradient norm, learning rate, window, samples per second, waiting time
+    held_out/   the held-out loss by expert, under the tags of the training loss, so that charts show both
     samples/    the grids of samples
     memory/     the machine's memory
-    rates/      the mean and the quantiles of single weights' learning rates, by expert
+    rates/      mean and quantiles of the learning rates of single weights, by expert
 
-Steps of one of these only go up. Where a step comes that is not above the last (a run went on from a checkpoint), the
-file says so with a session mark, and readers forget what they have from that step on: no point is shown twice.
+Steps in each of these increase. If a step does not (a run resumed from a checkpoint), a session mark is written, and
+readers drop their points from that step on: no point is shown twice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EVENT_FILE_PREFIX = "events.out.tfevents."
 
 
 class TensorBoardSink:
-    """A sink. What was emitted is in the file at once: a kill takes nothing that a checkpoint counts as done."""
+    """A sink. Each event is flushed at once, so that a kill loses nothing that a checkpoint counts as done."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._folder = folder
@@ -82,7 +82,7 @@ class TensorBoardSink:
 
 
 class TensorBoardEventFile:
-    """One event file, new for each session; its steps go up, or a session mark takes back what stood there."""
+    """One event file per session. Its steps increase; otherwise a session mark invalidates the later points."""
 
     def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -90,14 +90,14 @@ class TensorBoardEventFile:
         self._clock = clock
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Readers go through the files of a folder in the order of their names.
+            # TensorBoard reads the files of a folder in the order of their names.
             number = 1 + max((_session_number(file.name) for file in folder.iterdir()), default=0)
             self.path = folder / f"{EVENT_FILE_PREFIX}{number:010d}"
             self._record_writer = RecordWriter(self.path.open("xb", buffering=1 << 16))
         except OSError as error:
             raise RunFolderError(f"{folder} cannot be written: {error.strerror}") from error
         self._last_step: int | None = None if number > 1 else -1
-        """The last step written; None: whatever an earlier session wrote."""
+        """The last step written; None: an earlier session may have written any step."""
         self._append(file_version="brain.Event:2")
 
     def write(self, step: int, summary: Summary) -> None:
@@ -126,7 +126,7 @@ class TensorBoardEventFile:
 
 
 def _session_number(name: str) -> int:
-    """The number of the session that wrote a file; 0 for one that is not ours."""
+    """The session number in the name of an event file; 0 for other files."""
     number = name.removeprefix(EVENT_FILE_PREFIX)
     return int(number) if number != name and number.isascii() and number.isdigit() else 0
 

@@ -1,4 +1,4 @@
-"""Training on the screen: a live row on a terminal, a plain line every few seconds elsewhere, results as they come."""
+"""Shows training: a live row on a terminal, else a plain line every few seconds; results when they are reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROW_SECONDS = 0.25
 
 
 class DisplayCounters(Protocol):
-    """What a row of the display shows."""
+    """The content of a row of the display."""
 
     def fraction_done(self) -> float:
         """How much is done, 0 to 1."""
@@ -50,7 +50,7 @@ class DisplayScreen(Protocol):
 
 
 class TrainingDisplay:
-    """Shows a training run from `train/begin`, or its first step, to `train/end`, or until it is stopped."""
+    """Shows a training run, from `train/begin` or its first step to `train/end` or `stop`."""
 
     def __init__(self, screen: DisplayScreen, clock: Callable[[], float]) -> None:
         self._screen = screen
@@ -58,7 +58,7 @@ class TrainingDisplay:
         self._status_line: TrainingStatusLine | None = None
         self._row: DisplayRow | None = None
         self._next_draw_s = 0.0
-        """When the next drawing may be."""
+        """When the display may be redrawn."""
 
     def show(self, event: MeasurementEvent) -> None:
         if event.what == TRAIN_STEP:
@@ -72,7 +72,7 @@ class TrainingDisplay:
             self._screen.print_above(Text(text))
 
     def stop(self) -> None:
-        """End the display of a run that did not say that it ended."""
+        """End the display of a run that sent no `train/end`."""
         self._close("stopped at ")
 
     def _show_begin(self, event: MeasurementEvent) -> None:

@@ -1,14 +1,14 @@
-"""The figures of a training run: their names, what is in them, and who gets how many of them.
+"""The measurement events of a training run: their names and figures, and sinks that filter them.
 
-    train/begin      where training begins or goes on, and where it ends
+    train/begin      training starts or resumes: current and final position
     train/step       one optimizer step
-    train/rates      how the learning rates of single weights are spread, per expert, where weights have their own
+    train/rates      distribution of the learning rates of single weights, per expert (Automagic)
     train/held_out   the loss on held-out samples at fixed noise levels, per expert and level
     train/samples    a folder of samples was written
-    train/end        where training stopped, and how long it took
-    memory           the machine's memory at a step: whatever figures this machine gives
+    train/end        training stopped: position and elapsed time
+    memory           the machine's memory at a step: the figures that this machine provides
 
-A figure that is not a number is None: it cannot be written to JSON, and a display says so.
+A figure that is NaN or infinite is None, because JSON has no such numbers.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutLoss:
-    """One row of the held-out loss."""
+    """A held-out loss."""
 
     expert: str | None
     """None: the mean over all experts."""
     sigma: float | None
-    """None: the mean over the levels."""
+    """Noise level; None: the mean over the levels."""
     loss: float
 
 
 def train_begin_event(*, step: int, steps: int, samples: int, samples_total: int) -> MeasurementEvent:
-    """Training begins or goes on after `step` of `steps` optimizer steps and `samples` of `samples_total` samples."""
+    """Training starts or resumes after `step` of `steps` optimizer steps and `samples` of `samples_total` samples."""
     return MeasurementEvent(
         TRAIN_BEGIN, {"step": step, "steps": steps, "samples": samples, "samples_total": samples_total}
     )
@@ -90,7 +90,7 @@ def train_step_event(record: StepRecord, *, seconds: float, waited_s: float) -> 
 
 
 def train_rates_event(step: int, experts: Mapping[str, Mapping[str, float]]) -> MeasurementEvent:
-    """Figures of the rates of an expert's weights by name (mean, quantiles), for each expert that has such rates."""
+    """For each expert with learning rates of single weights: the mean and the quantiles of the rates, by name."""
     rows = [
         {"expert": expert, **{name: finite_or_none(rate) for name, rate in rates.items()}}
         for expert, rates in experts.items()
@@ -104,7 +104,8 @@ def train_held_out_event(step: int, rows: Sequence[HeldOutLoss]) -> MeasurementE
 
 
 def train_samples_event(*, step: int, folder: Path, grid: Path, video: Path | None, weights: str) -> MeasurementEvent:
-    """`folder` holds the samples of `step`, `grid` is their picture, and `film` moves if they are videos."""
+    """The samples of `step` were written to `folder`; `grid` is a picture of all, `video` a video if they are
+    videos."""
     files: dict[str, JSON] = {"path": str(folder), "grid": str(grid), "film": None if video is None else str(video)}
     return MeasurementEvent(TRAIN_SAMPLES, {"step": step, **files, "weights": weights})
 
@@ -118,7 +119,7 @@ def finite_or_none(number: float | None) -> float | None:
 
 
 def held_out_losses(figures: Mapping[str, JSON]) -> list[HeldOutLoss]:
-    """The held-out losses of a `train/held_out` that are numbers."""
+    """The held-out losses of a `train/held_out` event, without those that are not finite."""
     rows = figures["rows"]
     assert isinstance(rows, Sequence)
     losses = []
@@ -133,7 +134,7 @@ def held_out_losses(figures: Mapping[str, JSON]) -> list[HeldOutLoss]:
 
 
 def rate_scalars(figures: Mapping[str, JSON]) -> dict[str, float]:
-    """The figures of a `train/rates`, by the names they have where figures are drawn."""
+    """The figures of a `train/rates` event by the tags of TensorBoard and wandb."""
     rows = figures["rows"]
     assert isinstance(rows, Sequence)
     scalars = {}
@@ -144,7 +145,7 @@ def rate_scalars(figures: Mapping[str, JSON]) -> dict[str, float]:
 
 
 def memory_scalars(figures: Mapping[str, JSON]) -> dict[str, float]:
-    """The figures of a `memory` that are numbers, by the names they have where figures are drawn."""
+    """The numeric figures of a `memory` event by the tags of TensorBoard and wandb."""
     return {
         f"memory/{name}": value
         for name, value in figures.items()
@@ -157,7 +158,7 @@ def _text_or_none(value: JSON) -> str | None:
 
 
 class EveryNStepsSink:
-    """Passes on one optimizer step in `every_steps`, and everything else."""
+    """Passes on every `every_steps`-th `train/step` event, and all other events."""
 
     def __init__(self, sink: Sink, every_steps: int) -> None:
         self._sink = sink
@@ -172,7 +173,7 @@ class EveryNStepsSink:
 
 
 class WithoutStepsSink:
-    """Passes on everything but optimizer steps: for a sink whose run keeps them in a log of their own."""
+    """Passes on all events except `train/step`, which losses.jsonl stores."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink

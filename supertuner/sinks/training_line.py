@@ -1,4 +1,4 @@
-"""Training in one line: step, loss, rate, window, expert, samples per second, time left. Cheap to feed."""
+"""The status line of training: step, loss, learning rate, window, expert, samples per second, time left."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from supertuner.core.types import JSON
 from supertuner.sinks.phase_counters import duration_text
 
 SMOOTHING = 0.98
-"""Weight of what the smoothed figures were before a step, once there are many."""
+"""Decay of the exponential means."""
 
 
 class TrainingStatusLine:
-    """What is known of a training run, for the display: figures go in at each step, text comes out now and then.
+    """Collects the figures of each step, and formats the status line when the display is redrawn.
 
-    Time left is what the remaining samples take at the pace since this session's first step, validations and
-    checkpoints included: windows grow, so samples are counted and not steps.
+    The time left is the time for the remaining samples at the pace since this session's first step, including
+    validations and checkpoints. It counts samples, not steps, because windows may grow.
     """
 
     def __init__(self, begin_figures: Mapping[str, JSON], now_s: float) -> None:
@@ -26,13 +26,13 @@ class TrainingStatusLine:
         self._started_s = now_s
         self._ended_s: float | None = None
         self._first_step: tuple[float, int] | None = None
-        """When this session's first step was done, and with how many samples."""
+        """(time, samples) after this session's first step."""
         self._last_figures: Mapping[str, JSON] = {}
         self._losses: dict[str, ExponentialMean] = {}
         self._samples_per_s = ExponentialMean()
 
     def add(self, figures: Mapping[str, JSON], now_s: float) -> None:
-        """One step's figures. Called at every step: a few assignments, nothing is drawn."""
+        """Add the figures of a step. Called at every step, so it is cheap and draws nothing."""
         self._last_figures = figures
         step, samples, loss, pace = figures["step"], figures["samples"], figures["loss"], figures["samples_per_s"]
         assert isinstance(step, int) and isinstance(samples, int)
@@ -68,7 +68,7 @@ class TrainingStatusLine:
         return ", ".join(parts)
 
     def seconds_left(self, now_s: float) -> float | None:
-        """None until a second step shows how long one takes."""
+        """Time left; None before the second step of this session."""
         if self._first_step is None or not self._samples_total or self._samples <= self._first_step[1]:
             return None
         first_step_s, first_samples = self._first_step
@@ -78,7 +78,7 @@ class TrainingStatusLine:
         last, expert = self._last_figures, str(self._last_figures["expert"])
         loss = last["loss"]
         smooth = f"{self._losses[expert].value:.4f}" if expert in self._losses else "unknown"
-        last_loss = f"last {loss:.4f}" if isinstance(loss, float) else "the last is not finite"
+        last_loss = f"last {loss:.4f}" if isinstance(loss, float) else "last not finite"
         rate = last["rate"]
         parts = [f"loss {smooth} ({last_loss})", expert]
         if isinstance(rate, float):
@@ -91,7 +91,7 @@ class TrainingStatusLine:
 
 
 class ExponentialMean:
-    """An exponential mean that is the plain mean while there are few values."""
+    """An exponential mean with bias correction: for few values it is close to their plain mean."""
 
     __slots__ = ("_sum", "weight")
 
@@ -109,5 +109,5 @@ class ExponentialMean:
 
 
 def _int_or_zero(value: JSON) -> int:
-    """A count; 0 where it was not said."""
+    """A count; 0 if it is missing."""
     return value if isinstance(value, int) else 0

@@ -1,4 +1,4 @@
-"""A training run at Weights & Biases: the same figures and grids as TensorBoard gets. The package is an extra."""
+"""Reports a training run to Weights & Biases, with the same figures and grids as TensorBoard. wandb is an extra."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from supertuner.sinks.training_events import (
     rate_scalars,
 )
 
-WANDB_REMEDY = "pip install 'supertuner[wandb]', or leave report.wandb out"
+WANDB_REMEDY = "pip install 'supertuner[wandb]', or remove report.wandb"
 
 
 def require_wandb() -> None:
-    """Said before the work begins, not at the first figure."""
+    """Raise SuperTunerError if wandb is not installed. Called before training starts."""
     if find_spec("wandb") is None:
-        raise SuperTunerError(f"report.wandb is set, and the package wandb is not installed; {WANDB_REMEDY}")
+        raise SuperTunerError(f"report.wandb is set, but the package wandb is not installed; {WANDB_REMEDY}")
 
 
 class WandbSink:
-    """A sink. A run that goes on is the same run there; figures that it has already are not taken twice."""
+    """A sink. A resumed run continues its wandb run; wandb ignores steps that it has already."""
 
     def __init__(self, project: str, name: str, folder: Path, config: Mapping[str, JSON]) -> None:
         require_wandb()
@@ -45,7 +45,7 @@ class WandbSink:
             )
         except self._wandb_error as error:
             raise SuperTunerError(
-                f"report.wandb {project!r}: {error}; log in with `wandb login`, or leave it out"
+                f"report.wandb {project!r}: {error}; log in with `wandb login`, or remove the setting"
             ) from (error)
 
     def emit(self, event: Event, /) -> None:
@@ -84,12 +84,12 @@ class WandbSink:
 
 
 def wandb_run_id(name: str) -> str:
-    """The run's name without the characters that an id there may not have."""
+    """The id of a run at wandb: its name with the characters replaced that an id must not contain."""
     return re.sub(r"[/\\\\#?%:]", "-", name)[:128]
 
 
 def step_scalars(figures: Mapping[str, JSON]) -> dict[str, object]:
-    """A step's figures by the names they have there."""
+    """The figures of a step by their wandb names."""
     names = ("grad_norm", "rate", "samples", "samples_in_window", "samples_per_s", "waited_s")
     values = {f"train/{name}": figures.get(name) for name in names}
     values[f"train/loss/{figures['expert']}"] = figures["loss"]
@@ -97,7 +97,7 @@ def step_scalars(figures: Mapping[str, JSON]) -> dict[str, object]:
 
 
 def held_out_scalars(figures: Mapping[str, JSON]) -> dict[str, object]:
-    """The same of the held-out loss: means by expert, and each level."""
+    """The held-out losses by their wandb names: means by expert, and each level."""
     return {
         f"held_out/loss/{row.expert or 'all'}" + ("" if row.sigma is None else f"/{row.sigma:.2f}"): row.loss
         for row in held_out_losses(figures)

@@ -1,7 +1,7 @@
 """Experts that take turns on the device: the one that computes is there, the others are in host memory.
 
-A forward pass of an expert brings it to the device, whoever starts it: a window, a held-out loss, or a sampler in the
-middle of an image. The other experts go to host memory first. No value changes. An expert in host memory is complete
+Every forward pass of an expert brings it to the device first: in a window, a held-out loss, or a sampler in the middle
+of an image. The other experts go to host memory first. No value changes. An expert in host memory is complete
 there: it can be saved, averaged and read as usual.
 """
 

@@ -1,1 +1,1 @@
-"""What a command does beyond parsing and printing: one file per command that needs more than one room."""
+"""What the commands do beyond parsing and printing: one file or folder per command."""

@@ -1,4 +1,4 @@
-"""An adapter's file for a program that loads it: which names, and one file per expert, all of them or none."""
+"""Exports an adapter for another program: with its key names, one file per expert, and all files or none."""
 
 from __future__ import annotations
 
@@ -29,21 +29,25 @@ PROGRAMS: Final = ("diffusers", "comfyui")
 def export_adapter(
     file: AdapterFile, program: str, out: Path | None = None, *, overwrite: bool = False, family: str | None = None
 ) -> list[tuple[Path, int]]:
-    """(file, tensors in it) of each file written. Diffusers wants the same prefix for both experts, in two files."""
+    """Write the adapter for `program`. Returns (file, number of tensors) of each written file.
+
+    Each expert gets its own file, because diffusers expects the same key prefix for all experts. Raises ModelError if
+    the program cannot load this kind of adapter, or if a file exists and `overwrite` is not set.
+    """
     if program not in PROGRAMS:
-        raise ModelError(f"--for is {program!r}; there are {', '.join(PROGRAMS)}")
+        raise ModelError(f"--for {program!r} is unknown; choose from {', '.join(PROGRAMS)}")
     if program == "diffusers":
         scheme, family = KEY_SCHEMES["diffusers"], family or file.reading.families[0]
         unsupported_kinds = sorted({adapter_kind(layer) for layer in adapter_layers(file.reading) if not layer.is_lora})
         if unsupported_kinds:
             raise ModelError(
-                f"{file.path} holds {', '.join(unsupported_kinds)}, and diffusers loads LoRA; `supertuner adapter merge` puts it "
-                "into a model's folder, and lycoris-lora loads it as it is"
+                f"{file.path} contains {', '.join(unsupported_kinds)}, but diffusers loads only LoRA; merge it into a "
+                "model with `supertuner adapter merge`, or load it unchanged with lycoris-lora"
             )
     else:
         family = family or file.family
         scheme = KEY_SCHEMES[COMFYUI_SCHEMES[layer_table_family(family)]]
-        if has_dora(file.reading):  # ComfyUI finds `dora_scale`, and passes over peft's word for it
+        if has_dora(file.reading):  # ComfyUI reads `dora_scale` and ignores peft's name for it
             scheme = replace(scheme, spelling="kohya")
     experts = file.reading.experts
     paths = {expert: _output_path(file.path, out, program, expert, len(experts)) for expert in experts}
@@ -70,15 +74,16 @@ def _require_no_existing_files(paths: Sequence[Path]) -> None:
     missing = [path for path in paths if path not in existing]
     if existing and missing:
         raise ModelError(
-            f"{existing[0]} is there and {missing[0]} is not: an export may have been interrupted between them; write "
-            "both anew with --force, or name another place with --out"
+            f"{existing[0]} exists and {missing[0]} does not: an export may have been interrupted between them; "
+            "write both again with --force, or choose another path with --out"
         )
     if existing:
-        raise ModelError(f"{existing[0]} is there already; name another place with --out, or replace it with --force")
+        raise ModelError(f"{existing[0]} exists; choose another path with --out, or replace it with --force")
 
 
 def _publish_files(paths: Sequence[Path], overwrite: bool) -> None:
-    """Whole files get their names. A kill in between leaves a name without a file, never two files of two exports."""
+    """Rename the temporary files to their final names. A kill in between leaves some files missing, and never mixes
+    files of two exports."""
     for path in paths:
         if path.is_dir():
             raise ModelError(f"{path} is a folder; name a file with --out")
@@ -95,13 +100,13 @@ def _publish_files(paths: Sequence[Path], overwrite: bool) -> None:
                 published.append(path)
         except BaseException:
             for path in published:
-                path.unlink()  # one expert without the other is no adapter
+                path.unlink()  # one expert without the others is not a complete adapter
             raise
     sync_folder(paths[0].parent)
 
 
 def example_key(scheme: KeyScheme) -> str:
-    """A key of the scheme, for people."""
+    """An example of a key in this scheme."""
     expert = list(KEY_STYLES[scheme.style].prefixes)[-1]
     return format_key(
         AdapterTensorName(expert, "blocks.0.attn1.to_q", "lora_A"), scheme, FAMILY_LAYERS["wan2.2"].family

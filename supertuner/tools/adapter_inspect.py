@@ -1,7 +1,7 @@
-"""What a file of an adapter is: scheme, experts, kinds, ranks, scales, norms, and what its metadata tells of it.
+"""Describes adapters, in files and in checkpoints: key scheme, experts, kinds, ranks, scales, norms and metadata.
 
-Norms are those of the change that a layer's adapter makes to the weight, by the small matrices alone: the product is
-never formed, and no more than one layer is in memory.
+The norm of a layer is that of the change its adapter makes to the weight. It is computed from the small factors alone:
+the product is never formed, and only one layer is in memory at a time.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from supertuner.models.adapters.keys import AdapterKeyReading
+from supertuner.core.errors import ModelError
+from supertuner.models.adapters.keys import AdapterKeyReading, read_keys
 from supertuner.models.adapters.keys_convert import AdapterLayer, Shape, adapter_layers, lora_scale
 from supertuner.models.adapters.keys_schemes import ALPHA, DORA_SCALE, LORA_A, LORA_B, comfyui_reads
 from supertuner.train.export.adapter_files import AdapterFile, iter_tensors, read_alphas
@@ -32,23 +34,36 @@ KIND_BY_TENSOR: Final = {
     "a1.weight": "glora",
     "on_input": "ia3",
 }
-"""A tensor that only this kind of adapter has → the kind."""
+"""A tensor that only one kind of adapter has → that kind."""
 LARGEST_NORMS_SHOWN: Final = 5
+TRAINED_PART_PREFIXES: Final = ("adapter.", "ema.")
+"""Prefixes of the parts of a checkpoint that hold trained weights."""
+WEIGHT_SUFFIXES: Final = (".weight", ".bias", "scale_shift_table")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterInspection:
     kinds: Mapping[str, int]
-    """Kind → layers."""
+    """Kind → number of layers."""
     ranks: Mapping[int, int]
-    """Rank → layers; those without one are in none."""
+    """Rank → number of layers; layers without a rank are not counted."""
     scales: Mapping[float, int]
-    """What a LoRA's product is multiplied with → layers."""
+    """Scale of a LoRA's product (alpha / rank) → number of layers."""
     dtypes: Mapping[str, int]
     norms: Mapping[str, float]
-    """Layer (`expert: layer` where there are two) → norm of the change; where it can be told."""
+    """Layer (`expert: layer` if there are several experts) → norm of the change, for layers where it is computable."""
     not_finite: tuple[str, ...]
-    """Keys with infinities or values that are no numbers."""
+    """Keys whose tensors contain NaN or infinite values."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPartReport:
+    """One trained part of a checkpoint."""
+
+    part: str
+    summary: str
+    problems: tuple[str, ...]
+    """Tensors that are not finite and keys that belong to no layer, each with the file's name."""
 
 
 def inspect_adapter(file: AdapterFile) -> AdapterInspection:
@@ -59,8 +74,8 @@ def inspect_adapter(file: AdapterFile) -> AdapterInspection:
     norms: dict[str, float] = {}
     not_finite: list[str] = []
     for layer in adapter_layers(file.reading):
-        loaded = {file.reading.names[key].tensor: one for key, one in iter_tensors(file, list(layer.keys.values()))}
-        not_finite += [layer.keys[name] for name, one in loaded.items() if not bool(one.double().isfinite().all())]
+        loaded = {file.reading.names[key].tensor: t for key, t in iter_tensors(file, list(layer.keys.values()))}
+        not_finite += [layer.keys[name] for name, t in loaded.items() if not bool(t.double().isfinite().all())]
         kinds[adapter_kind(layer)] += 1
         rank = _rank(layer, shapes)
         if rank is not None:
@@ -77,6 +92,37 @@ def inspect_adapter(file: AdapterFile) -> AdapterInspection:
     return AdapterInspection(dict(kinds), dict(ranks), dict(scales), dict(dtypes), norms, tuple(not_finite))
 
 
+def inspect_checkpoint(checkpoint: Path) -> list[CheckpointPartReport]:
+    """A report on every trained part of a checkpoint whose checksums have already been verified."""
+    from supertuner.train.checkpoint.load import CheckpointParts, read_manifest
+
+    folder = checkpoint.resolve()
+    parts = CheckpointParts(folder, read_manifest(folder))
+    return [_inspect_part(checkpoint, part, parts[part]) for part in parts if part.startswith(TRAINED_PART_PREFIXES)]
+
+
+def _inspect_part(checkpoint: Path, part: str, tensors: dict[str, Tensor]) -> CheckpointPartReport:
+    file = f"{checkpoint / part}.safetensors"
+    not_finite = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
+    problems = (
+        [f"{file}: {len(not_finite)} of {len(tensors)} tensors are not finite ({', '.join(not_finite[:3])})"]
+        if not_finite
+        else []
+    )
+    try:
+        reading = read_keys(tensors)
+    except ModelError as error:
+        if tensors and all(name.endswith(WEIGHT_SUFFIXES) for name in tensors):  # a full fine-tune, or full differences
+            return CheckpointPartReport(part, f"{len(tensors)} weights", tuple(problems))
+        return CheckpointPartReport(part, "not an adapter", (*problems, f"{file}: {error}"))
+    if reading.unknown:
+        problems.append(f"{file}: {reading.summary()}")
+    layers = adapter_layers(reading)
+    return CheckpointPartReport(
+        part, f"{reading.summary()}, {len(layers)} layers of {' or '.join(reading.families)}", tuple(problems)
+    )
+
+
 def adapter_kind(layer: AdapterLayer) -> str:
     kind = next((kind for tensor, kind in KIND_BY_TENSOR.items() if tensor in layer.keys), "other")
     return f"{kind} with dora" if DORA_SCALE in layer.keys else kind
@@ -87,15 +133,16 @@ def has_dora(reading: AdapterKeyReading) -> bool:
 
 
 def inspection_record(file: AdapterFile, inspection: AdapterInspection) -> dict[str, object]:
-    """All of it as plain data."""
+    """The inspection as a JSON object."""
     reading = file.reading
-    largest = sorted(inspection.norms.items(), key=lambda one: -one[1])[:LARGEST_NORMS_SHOWN]
+    largest = sorted(inspection.norms.items(), key=lambda item: -item[1])[:LARGEST_NORMS_SHOWN]
     return {
         "file": str(file.path),
         "nbytes": file.path.stat().st_size,
         "scheme": reading.scheme.name,
         "families": list(reading.families),
-        "experts": [one for one in reading.experts if one is not None] or ([file.expert] if file.expert else []),
+        "experts": [expert for expert in reading.experts if expert is not None]
+        or ([file.expert] if file.expert else []),
         "keys": len(file.entries),
         "matched": len(reading.names),
         "unknown": dict(reading.unknown),
@@ -106,14 +153,14 @@ def inspection_record(file: AdapterFile, inspection: AdapterInspection) -> dict[
         "norm": math.sqrt(sum(norm * norm for norm in inspection.norms.values())) if inspection.norms else None,
         "largest": dict(largest),
         "not_finite": list(inspection.not_finite),
-        "comfyui": {one: comfyui_reads(one, reading.scheme, has_dora(reading)) for one in reading.families},
+        "comfyui": {family: comfyui_reads(family, reading.scheme, has_dora(reading)) for family in reading.families},
         "base_model": _base_model(file),
         "metadata": {key: _parse_metadata_value(text) for key, text in sorted(file.metadata.items())},
     }
 
 
 def _base_model(file: AdapterFile) -> str | None:
-    """By our metadata, the conventions of modelspec, and of kohya's trainers."""
+    """The base model, by SuperTuner's metadata, else by the conventions of modelspec and of kohya's trainers."""
     recorded = file.supertuner_metadata.get("base_model")
     if isinstance(recorded, str):
         return recorded
@@ -122,7 +169,7 @@ def _base_model(file: AdapterFile) -> str | None:
 
 
 def _parse_metadata_value(text: str) -> object:
-    """Settings are often JSON inside a text."""
+    """Decode a value that is JSON inside a string, as settings often are."""
     if not text.startswith(("{", "[")):
         return text
     try:
@@ -140,7 +187,7 @@ def _rank(layer: AdapterLayer, shapes: Mapping[str, Shape]) -> int | None:
 
 
 def _lycoris_scale(layer: AdapterLayer, rank: int | None, alphas: Mapping[str, float]) -> float:
-    """LyCORIS multiplies with alpha / rank too; a LoKr of two whole matrices has no rank, and no scale."""
+    """alpha / rank, as LyCORIS applies it too; 1 for a LoKr of two full matrices, which has no rank."""
     return alphas[layer.keys[ALPHA]] / rank if rank and ALPHA in layer.keys else 1.0
 
 
@@ -149,22 +196,21 @@ def _update_norm(layer: AdapterLayer, loaded: Mapping[str, Tensor]) -> float | N
         return _norm_of_product(loaded[LORA_B], loaded[LORA_A])
     if "diff" in loaded:
         return float(loaded["diff"].double().norm())
-    if _is_loha(loaded):  # (a b)∘(c d) is one product of all pairs of columns
+    if _is_loha(loaded):  # (A B)∘(C D) equals one product whose inner dimension runs over all pairs of columns
         left = loaded["hada_w1_a"].double()[:, :, None] * loaded["hada_w2_a"].double()[:, None, :]
         right = loaded["hada_w1_b"].double()[:, None, :] * loaded["hada_w2_b"].double()[None, :, :]
         return _norm_of_product(left.flatten(1), right.flatten(0, 1))
-    if (
-        adapter_kind(layer).startswith("lokr") and "lokr_t2" not in loaded
-    ):  # of a Kronecker product: the product of the norms
+    # The norm of a Kronecker product is the product of the norms.
+    if adapter_kind(layer).startswith("lokr") and "lokr_t2" not in loaded:
         first_norm, second_norm = (_lokr_factor_norm(loaded, name) for name in ("lokr_w1", "lokr_w2"))
         return first_norm * second_norm if first_norm is not None and second_norm is not None else None
     return None
 
 
 def _is_loha(loaded: Mapping[str, Tensor]) -> bool:
-    """Four matrices that belong together."""
-    matrices = [loaded.get(f"hada_w{one}_{side}") for side in "ab" for one in (1, 2)]
-    shapes = [one.shape for one in matrices if one is not None and one.dim() == 2]
+    """Whether the tensors are the four matrices of a LoHa, with matching shapes."""
+    matrices = [loaded.get(f"hada_w{number}_{side}") for side in "ab" for number in (1, 2)]
+    shapes = [matrix.shape for matrix in matrices if matrix is not None and matrix.dim() == 2]
     if len(shapes) != 4 or "hada_t1" in loaded:
         return False
     return shapes[0][0] == shapes[1][0] and shapes[2][1] == shapes[3][1]
@@ -179,7 +225,7 @@ def _lokr_factor_norm(loaded: Mapping[str, Tensor], name: str) -> float | None:
 
 
 def _norm_of_product(left: Tensor, right: Tensor) -> float | None:
-    """‖L R‖ by the small matrices LᵀL and R Rᵀ. None where the two do not belong together."""
+    """‖L R‖ from the small matrices LᵀL and R Rᵀ; None if the shapes do not match."""
     if left.dim() < 2 or right.dim() < 2:
         return None
     left, right = left.double().flatten(1), right.double().flatten(1)

@@ -1,7 +1,7 @@
-"""An adapter merged into a model's folder: a new folder that diffusers loads, whole or not at all.
+"""Merges adapters into a copy of a model's folder, which diffusers can load; the copy is complete or not created.
 
-Weights pass one at a time; everything else of the base is copied as it is. Every layer of the adapter must be in the
-base, so that nothing is left out unnoticed.
+Weights are processed one at a time; all other files of the base are copied unchanged. Every layer of the adapter must
+exist in the base, so that no layer is silently left out.
 """
 
 from __future__ import annotations
@@ -35,25 +35,28 @@ if TYPE_CHECKING:
 CHUNK_BYTES: Final = 8 << 20
 MODEL_INDEX_FILE: Final = "model_index.json"
 MERGE_SCHEME: Final = KeyScheme("bare", "diffusers", "kohya")
-"""diffusers' layers, LyCORIS' tensors, alpha said: what can be merged layer by layer."""
+"""Layer names of diffusers, tensor names of LyCORIS, explicit alpha: the form that can be merged layer by layer."""
 SECOND_EXPERT_FOLDER: Final = "transformer_2"
 EXPERT_FOLDERS: Final = ("transformer", SECOND_EXPERT_FOLDER)
 
 
 def merge_adapters(files: Sequence[AdapterFile], base: Path, out: Path, strength: float = 1.0) -> dict[str, int]:
-    """Write `base` with the adapters in it to `out`, which must not exist; part → layers that were changed. An expert
-    for which there is no file stays as it is, and is told with 0."""
+    """Write `base` with the adapters merged to the new folder `out`. Returns part → number of changed layers; an expert
+    without an adapter is copied unchanged and has 0.
+
+    Raises ModelError if `base` is not a diffusers pipeline, `out` exists, or an adapter does not fit the base.
+    """
     from supertuner.train.checkpoint.atomic_folder import atomic_folder
 
     if not (base / MODEL_INDEX_FILE).is_file():
         raise ModelError(
-            f"{base} is not the folder of a diffusers pipeline: it has no {MODEL_INDEX_FILE}; of a model on the hub, "
-            "`hf download NAME --local-dir FOLDER` makes one"
+            f"{base} is not the folder of a diffusers pipeline: it has no {MODEL_INDEX_FILE}; download a model from "
+            "the hub with `hf download NAME --local-dir FOLDER`"
         )
     if not math.isfinite(strength) or strength == 0:
-        raise ModelError(f"--strength is {strength}; it is a number other than 0, and 1 is the adapter as trained")
+        raise ModelError(f"--strength is {strength}; it must be finite and not 0 (1 is the adapter as trained)")
     if out.exists():
-        raise ModelError(f"{out} is there already; name a new folder with --out")
+        raise ModelError(f"{out} exists; name a new folder with --out")
     adapters = _adapters_by_part(files, base)
     counts = dict.fromkeys(EXPERT_FOLDERS, 0) if (base / SECOND_EXPERT_FOLDER).is_dir() else {}
     with atomic_folder(out.parent, out.name, lambda there, new: False) as work_dir:
@@ -68,21 +71,23 @@ def merge_adapters(files: Sequence[AdapterFile], base: Path, out: Path, strength
 
 
 def _adapters_by_part(files: Sequence[AdapterFile], base: Path) -> dict[str, AdapterFile]:
-    """Which folder of the base each adapter goes into. Two experts: it must be known which."""
+    """Folder of the base → adapter to merge into it. A base with two experts needs adapters whose expert is known."""
     by_part: dict[str, AdapterFile] = {}
     two_experts = (base / SECOND_EXPERT_FOLDER).is_dir()
     for file in files:
         layout = FAMILY_LAYERS[file.reading.families[0]]
         if two_experts and LOW_NOISE not in layout.experts:
-            raise ModelError(f"{file.path} is an adapter of {layout.family}, and {base} is a model with two experts")
+            raise ModelError(f"{file.path} is an adapter of {layout.family}, but {base} is a model with two experts")
         for expert in file.reading.experts:
             if two_experts and expert is None:
-                raise ModelError(f"{file.path}: {base} has two experts; say --expert {HIGH_NOISE} or {LOW_NOISE}")
+                raise ModelError(f"{file.path}: {base} has two experts; give --expert {HIGH_NOISE} or {LOW_NOISE}")
             part = SECOND_EXPERT_FOLDER if expert == LOW_NOISE else layout.component
             if not (base / part).is_dir():
-                raise ModelError(f"{file.path} is for {part}, and {base} has none")
+                raise ModelError(f"{file.path} is for {part}, but {base} has no such folder")
             if part in by_part:
-                raise ModelError(f"{file.path} and {by_part[part].path} are both for {part}; merge one after the other")
+                raise ModelError(
+                    f"{file.path} and {by_part[part].path} are both for {part}; merge them one after the other"
+                )
             by_part[part] = file
     return by_part
 
@@ -106,21 +111,23 @@ def _merge_part(file: AdapterFile, part: Path, work_dir: Path, strength: float) 
             try:
                 changed |= _merge_file(adapter, layer_keys, entry, target / entry.name, strength)
             except ModelError as error:
-                why = f"{error}; it is damaged, or of another model"
-                raise ModelError(f"{file.path} cannot be merged into {part}: {why}") from error
+                reason = f"{error}; it is damaged, or made for another model"
+                raise ModelError(f"{file.path} cannot be merged into {part}: {reason}") from error
         else:
             shutil.copy2(entry, target / entry.name)
     converted.unlink()
     missing = sorted(module for module in layer_keys if not {f"{module}.weight", f"{module}.bias"} & changed)
     if missing:
         raise ModelError(
-            f"{file.path}: {len(missing)} of {len(layer_keys)} layers are not in {part} ({', '.join(missing[:3])} …); it "
-            "is an adapter of another model"
+            f"{file.path}: {len(missing)} of {len(layer_keys)} layers are not in {part} ({', '.join(missing[:3])} …); "
+            "it was made for another model"
         )
     layers_without_target_bias = sorted(module for module in layers_with_bias if f"{module}.bias" not in changed)
     if layers_without_target_bias:
+        examples = ", ".join(layers_without_target_bias[:3])
         raise ModelError(
-            f"{file.path} changes the bias of {len(layers_without_target_bias)} layers that have none in {part} ({', '.join(layers_without_target_bias[:3])} …)"
+            f"{file.path} changes the bias of {len(layers_without_target_bias)} layers that have none in {part} "
+            f"({examples} …); it was made for another model"
         )
     return len(layer_keys)
 
@@ -128,7 +135,8 @@ def _merge_part(file: AdapterFile, part: Path, work_dir: Path, strength: float) 
 def _merge_file(
     adapter: AdapterFile, layer_keys: Mapping[str, Mapping[str, str]], source: Path, target: Path, strength: float
 ) -> set[str]:
-    """A file of weights anew, in the same order and with the same header; the names of those that were changed."""
+    """Write a copy of a weight file with the adapter merged, with the same header and order. Returns the names of the
+    changed tensors."""
     from supertuner.train.checkpoint.tensor_file import MalformedTensorFileError, read_header
 
     changed: set[str] = set()
@@ -136,7 +144,7 @@ def _merge_file(
         try:
             header, entries = read_header(source_file.fileno(), os.fstat(source_file.fileno()).st_size)
         except MalformedTensorFileError as error:
-            raise ModelError(f"{source} is not a .safetensors file, or a damaged one: {error}") from error
+            raise ModelError(f"{source} is damaged or not a .safetensors file: {error}") from error
         target_file.write(header)
         source_file.seek(len(header))
         for entry in entries:
@@ -174,17 +182,17 @@ def _load_layer_tensors(adapter: AdapterFile, keys: Mapping[str, str]) -> dict[s
     loaded = {name_by_key[key]: tensor for key, tensor in iter_tensors(adapter, list(keys.values()))}
     for key, name in name_by_key.items():
         if not loaded[name].float().isfinite().all():
-            raise ModelError(f"{key} has values that are no numbers")
+            raise ModelError(f"{key} contains NaN or infinite values")
     return loaded
 
 
 def _lycoris_names(keys: Mapping[str, str]) -> dict[str, str]:
-    """What LyCORIS calls each tensor → its key."""
+    """Name of each tensor in LyCORIS → its key."""
     return {spell_tensor(tensor, MERGE_SCHEME.spelling): key for tensor, key in keys.items()}
 
 
 def _as_tensor(content: bytearray, element: dtype) -> Tensor:
-    """torch takes no empty buffer."""
+    """The bytes as a tensor of this dtype, without a copy; torch.frombuffer rejects an empty buffer."""
     import torch
 
     return torch.frombuffer(content, dtype=element) if content else torch.empty(0, dtype=element)
@@ -193,7 +201,7 @@ def _as_tensor(content: bytearray, element: dtype) -> Tensor:
 def _read_exactly(file: BufferedReader, nbytes: int) -> bytearray:
     content = bytearray(nbytes)
     if file.readinto(content) != nbytes:
-        raise ModelError(f"{file.name} became shorter while it was read")
+        raise ModelError(f"{file.name} was truncated while it was read")
     return content
 
 
@@ -201,6 +209,6 @@ def _read_chunks(file: BinaryIO, nbytes: int) -> Iterator[bytes]:
     while nbytes:
         chunk = file.read(min(CHUNK_BYTES, nbytes))
         if not chunk:
-            raise ModelError(f"{file.name} became shorter while it was read")
+            raise ModelError(f"{file.name} was truncated while it was read")
         nbytes -= len(chunk)
         yield chunk

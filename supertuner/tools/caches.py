@@ -1,4 +1,4 @@
-"""The caches of a configuration: built, looked at, checked and pruned."""
+"""Builds, inspects, verifies and prunes the caches of a configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheBuildResult:
-    """What became of one kind of entries."""
+    """The result for one kind of cache entries."""
 
     kind: str
     data: str
@@ -52,39 +52,36 @@ class CacheBuildResult:
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """What there is of a configuration's caches."""
+    """The cache arenas of a configuration, and the entries it still lacks."""
 
     arenas: tuple[CacheArenaStatus, ...]
     missing: dict[str, int]
-    """Kind of entries → how many the configuration needs and has not."""
+    """Kind of entries → number of entries that the configuration needs and that are not cached."""
 
 
 def build_caches(loaded: LoadedConfig, *, check: bool = False) -> list[CacheBuildResult]:
-    """Stage and encode all that training will need. With `check`, damaged entries are found and made again."""
+    """Stage and encode everything that training needs. With `check`, damaged entries are found and encoded again."""
     with (
         open_session(loaded) as run_session,
-        open_cache_sets(
-            run_session.config,
-            RunContext(run_session.run_dir, run_session.sink, run_session.console, run_session.host),
-        ) as cache_sets,
+        open_cache_sets(run_session.config, run_session.context) as cache_sets,
     ):
         return [built for data, caching in cache_sets for built in _build_portion(data, caching, check)]
 
 
 def inspect_caches(loaded: LoadedConfig) -> CacheState:
-    """What is there, and what the configuration uses of it. Begins no run."""
+    """The cache arenas and how the configuration uses them. Starts no run."""
     with _open_state(loaded) as (_, state):
         return state
 
 
 def verify_caches(loaded: LoadedConfig) -> tuple[CacheState, tuple[str | None, ...]]:
-    """The same, and for each arena what is wrong with it; None if it is whole."""
+    """(the state, for each arena its problem, or None if it is intact)."""
     with _open_state(loaded) as (console, state):
         return state, tuple(verify_cache_arena(held, console) for held in state.arenas)
 
 
 def prunable_caches(state: CacheState) -> list[CacheArenaStatus]:
-    """Arenas of which the configuration needs nothing: stale, unused, damaged, or begun and left by another encoder."""
+    """Arenas that the configuration does not need: stale, unused, damaged, or left unfinished by another encoder."""
     verdicts = ("stale", "unused", "damaged")
     return [
         held
@@ -94,7 +91,7 @@ def prunable_caches(state: CacheState) -> list[CacheArenaStatus]:
 
 
 def prune_caches(arenas: Sequence[CacheArenaStatus]) -> Iterator[tuple[CacheArenaStatus, str | None]]:
-    """Remove these arenas; for each, why it was not removed, or None."""
+    """Remove these arenas; yields (arena, the reason why it was not removed, or None)."""
     for arena in arenas:
         try:
             arena.home.remove(arena.name)
@@ -107,7 +104,7 @@ def prune_caches(arenas: Sequence[CacheArenaStatus]) -> Iterator[tuple[CacheAren
 
 @contextmanager
 def open_cache_sets(config: RunConfig, context: RunContext) -> Iterator[list[tuple[str, CorpusCaches]]]:
-    """What opens the caches of the data that are trained on, and of those held out, with the data staged."""
+    """Stage the data and open their caches: (`training` or `held-out`, its caches) of each."""
     with context.progress.phase("loading libraries"):
         from supertuner.data.corpus_loader import open_corpus, select_datasets
         from supertuner.step.precision import ComputePrecision
@@ -156,7 +153,7 @@ def _open_state(loaded: LoadedConfig) -> Iterator[tuple[ConsoleSink, CacheState]
     config = loaded.config
     folder = config.run.output_dir / run_name(loaded, build_saved_config(loaded))
     if config.model.path == "tiny" and not folder.is_dir():
-        raise CacheError(f"{folder}: was never begun, so nothing is cached for it; `supertuner cache build` begins it")
+        raise CacheError(f"{folder} does not exist, so nothing is cached for it; run `supertuner cache build` first")
     with ConsoleSink(set_aside_hint="`supertuner stage` lists them all") as console:
         with open_cache_sets(config, RunContext(folder, console, console, HostFacts())) as cache_sets:
             state = _cache_state([caching for _, caching in cache_sets])
@@ -184,7 +181,7 @@ def _cache_state(cachings: Sequence[CorpusCaches]) -> CacheState:
 
 
 def cache_record(arena: CacheArenaStatus) -> dict[str, JSON]:
-    """One arena, for programs."""
+    """One arena as a JSON object."""
     return {
         "name": arena.name,
         "home": str(arena.home.path),
@@ -199,7 +196,7 @@ def cache_record(arena: CacheArenaStatus) -> dict[str, JSON]:
 
 
 def describe_cache(arena: CacheArenaStatus) -> str:
-    """One arena, for people."""
+    """One arena as a line of text."""
     entries = "" if arena.info.units is None else f"{arena.info.units} entries, {arena.used_entries} of them used, "
     return f"{arena.name}: {arena.usage}; {entries}{bytes_text(arena.info.nbytes)} in {arena.home.path}"
 

@@ -1,4 +1,4 @@
-"""Draws a contact sheet: samples with their captions; pictures, clips as strips of frames, sounds as waves."""
+"""Draws a contact sheet: samples with captions; videos as strips of frames, audio as waveforms."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ LINE_HEIGHT = 17
 
 @dataclass(frozen=True, slots=True)
 class ContactSheetCell:
-    """One sample of a section."""
+    """One sample with its caption."""
 
     media: NDArray[Any]
-    """uint8 CHW of a picture, uint8 CFHW of a clip, float CT of a sound."""
+    """uint8 CHW of an image, uint8 CFHW of a video, float CT of audio."""
     caption: str
     file: str
     seconds: float = 0.0
-    """Sound: how long it is."""
+    """Length of audio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ContactSheetSection:
 
 
 def render_contact_sheet(title: str, note: str, sections: Sequence[ContactSheetSection]) -> Image:
-    """The sheet as one picture, as tall as it has to be."""
+    """The whole sheet as one picture; its height depends on its content."""
     blocks = [_render_heading(title, note), *(_render_section(section) for section in sections)]
     height = sum(block.height for block in blocks) + GAP * len(blocks) + MARGIN
     sheet, _ = new_sheet(WIDTH, height)
@@ -99,7 +99,7 @@ def _render_section(section: ContactSheetSection) -> Image:
 
 
 def _render_cell(cell: ContactSheetCell) -> Image:
-    """The sample's picture over its caption and file name, on a card."""
+    """A card with the sample's picture, its caption and its file name."""
     picture = {2: _render_waveform, 3: _render_image, 4: _render_clip}[cell.media.ndim](cell)
     width = max(picture.width, 150)
     lines = wrap_text(cell.caption or "(empty caption)", width, CAPTION_LINES)
@@ -118,7 +118,7 @@ def _render_image(cell: ContactSheetCell) -> Image:
 
 
 def _render_clip(cell: ContactSheetCell) -> Image:
-    """Frames from the first to the last, evenly spaced, with what lies between left out."""
+    """A strip of evenly spaced frames, including the first and the last."""
     frames = cell.media.transpose(1, 2, 3, 0)
     fit = (WIDTH - 2 * MARGIN - 16) // (round(STRIP_HEIGHT * frames.shape[2] / frames.shape[1]) + 2)
     shown = np.unique(np.linspace(0, len(frames) - 1, min(STRIP_FRAMES, max(1, fit), len(frames))).round().astype(int))
@@ -132,7 +132,7 @@ def _render_clip(cell: ContactSheetCell) -> Image:
 
 
 def _render_waveform(cell: ContactSheetCell) -> Image:
-    """Each channel as the range between its lowest and highest sample under each column of pixels."""
+    """For each channel, the range of the samples in each pixel column."""
     width = 460
     picture, pen = new_sheet(width, WAVE_HEIGHT + 18, CARD)
     lane = WAVE_HEIGHT / len(cell.media)

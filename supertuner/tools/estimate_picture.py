@@ -44,7 +44,7 @@ COLOURS: Mapping[str, str] = {
 OTHER_COLOUR = "#9aa0a6"
 LIMIT_COLOUR = "#b3261e"
 BAND_COLOUR = "#f3f1ea"
-EDGE_WIDTH = 0.6
+EDGE_WIDTH = 0.3
 """Outline of areas and bars in points: a class too small for a row of pixels still shows as a thin line."""
 FAR_LIMIT = 6
 """A limit more than this many times above the data is not drawn to scale: it would flatten the data."""

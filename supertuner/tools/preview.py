@@ -1,4 +1,4 @@
-"""What the model will see: one decoded, augmented batch of every bucket on a contact sheet, from the real order."""
+"""Shows what the model will be trained on: a contact sheet with one decoded, augmented batch of every bucket."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from supertuner.data.batching.decoder_pool import DecodedBatch
 
 MAX_SAMPLES_PER_BUCKET = 8
-"""Samples shown of a batch."""
+"""Samples of a batch that are shown."""
 
 MAX_BUCKETS = 48
-"""Buckets shown: those with the most samples."""
+"""Buckets that are shown: those with the most samples."""
 
 
 def first_batch_per_bucket(corpus: Corpus, epoch: int) -> list[MicroBatch]:
-    """For every dataset and bucket with draws in the epoch, the batch that the epoch's first draw of it is in."""
+    """The first batch of every dataset and bucket in the epoch, in training order."""
     order = corpus.order
     layout = order.epoch_layout(epoch)
     first_batches = []
@@ -46,7 +46,7 @@ def first_batch_per_bucket(corpus: Corpus, epoch: int) -> list[MicroBatch]:
 
 
 def preview_dataset(loaded: LoadedConfig, out: Path, *, epoch: int = 0) -> int:
-    """Stage what is not staged yet and write the sheet; how many buckets it shows. It only looks: no run is begun."""
+    """Stage missing data and write the contact sheet to `out`. Returns the number of buckets shown. Starts no run."""
     _require_writable(out)
     config, host = loaded.config, HostFacts()
     with ConsoleSink(set_aside_hint="`supertuner stage` lists them all") as console:
@@ -58,7 +58,7 @@ def preview_dataset(loaded: LoadedConfig, out: Path, *, epoch: int = 0) -> int:
 
 
 def write_preview(corpus: Corpus, out: Path, *, epoch: int = 0, threads: int = 1) -> int:
-    """Write the sheet of an epoch to `out` as PNG; how many buckets it shows."""
+    """Write the contact sheet of an epoch to `out` as PNG. Returns the number of buckets shown."""
     from supertuner.data.batching.decoder_pool import DecoderPool
 
     order = corpus.order
@@ -79,15 +79,15 @@ def write_preview(corpus: Corpus, out: Path, *, epoch: int = 0, threads: int = 1
 
 
 def _require_writable(out: Path) -> None:
-    """Said before the work is done, not after."""
+    """Raise SuperTunerError if `out` cannot be written; called before the work is done."""
     if out.suffix.lower() != ".png":
-        raise SuperTunerError(f"--out {out}: the sheet is a PNG; let its name end in .png")
+        raise SuperTunerError(f"--out {out}: the contact sheet is a PNG file; choose a name that ends in .png")
     if out.is_dir() or not os.access(out.absolute().parent, os.W_OK | os.X_OK):
-        raise SuperTunerError(f"--out {out}: cannot be written there; name a file in a folder that exists and is yours")
+        raise SuperTunerError(f"--out {out}: cannot be written; name a file in an existing, writable folder")
 
 
 def _truncate_batch(micro_batch: MicroBatch) -> MicroBatch:
-    """As much of a batch as is shown."""
+    """The part of a batch that is shown."""
     return MicroBatch(micro_batch.bucket, micro_batch.draws.take(slice(0, MAX_SAMPLES_PER_BUCKET)))
 
 

@@ -1,7 +1,8 @@
-"""The first minutes with SuperTuner: a tiny two-expert Wan2.2 learns bright colours, from files to exported adapters.
+"""The quickstart: trains a tiny two-expert Wan2.2 on drawn shapes, from image files to exported adapters, in minutes.
 
-The base model comes with the package and can draw shapes in chalk. The pictures that are drawn here have inks that it
-has never seen. Some pairs of ink and shape are held out: whether they can be drawn afterwards is what is measured.
+The base model ships with the package and can draw shapes in a few dull colours ("chalks"). The training pictures have
+bright colours ("inks") that the base model does not know. Some pairs of ink and shape are in no training picture; their
+held-out loss before and after training is the result.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CONTACT_SHEET_FILE: Final = "contact_sheet.png"
 COMPARISON_FILE: Final = "before_and_after.png"
 RUN_NAME: Final = "quickstart"
 PROMPTS: Final = tuple(shapes.caption(*pair) for pair in shapes.HELD_OUT_PAIRS)
-"""What the samples are of: pairs that no training picture has."""
+"""Prompts of the samples: the held-out pairs."""
 
 TRAINING_SETTINGS: Final[dict[str, Any]] = {
     "adapter": {"rank": 16, "targets": "attention_mlp"},
@@ -46,28 +47,28 @@ TRAINING_SETTINGS: Final[dict[str, Any]] = {
     "optimizer": {"learning_rate": 0.006, "lr_scheduler": "cosine", "lr_warmup_steps": 20},
     "checkpoints": {"every_steps": 100, "keep": 2},
 }
-"""How it is trained; small enough for two cores and a minute."""
+"""Small enough for about a minute on two cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuickstartResult:
-    """What was made, and where it is."""
+    """The files that the quickstart produced, and its result."""
 
     config: Path
     contact_sheet: Path
     comparison: Path
     training: TrainingResult
     loss_before: float
-    """Held-out loss of the base."""
+    """Held-out loss of the base model."""
     loss_after: float
     """Held-out loss after training."""
     seconds: float
 
 
 def run_quickstart(folder: Path, sets: Sequence[str] = ()) -> QuickstartResult:
-    """Draw the data below `folder` unless they are there from last time, train, and put before beside after.
+    """Draw the data below `folder` unless they exist, train, and draw the samples before and after side by side.
 
-    `sets` are settings as `--set` takes them. Started again, it goes on where it was.
+    `sets` are overrides as `--set` takes them. A second call resumes the run of the first.
     """
     started = time.perf_counter()
     config = prepare_data(folder)
@@ -89,7 +90,7 @@ def run_quickstart(folder: Path, sets: Sequence[str] = ()) -> QuickstartResult:
 
 
 def quickstart_settings() -> dict[str, Any]:
-    """The configuration of the quickstart; paths are relative to the data's folder, where it lies."""
+    """The configuration of the quickstart; its paths are relative to the data folder, where it is written."""
     common = {"resolution": shapes.SIDE_PIXELS, "bucket_step": 16}
     return {
         "run": {"name": RUN_NAME, "output_dir": "../runs"},
@@ -111,15 +112,15 @@ def quickstart_settings() -> dict[str, Any]:
 
 
 def prepare_data(folder: Path) -> Path:
-    """The configuration beside its data below `folder`, drawn unless they are there from last time."""
+    """Draw the data below `folder` unless they exist, and write the configuration beside them. Returns its path."""
     data = folder / DATA_FOLDER
     config = data / "config.json"
     if config.is_file():
         return config
     if data.exists() and any(data.iterdir()):
-        raise SuperTunerError(f"{data} holds files of yours; give another folder with --dir, or move them away")
+        raise SuperTunerError(f"{data} contains other files; choose another folder with --dir, or move them")
     folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".making-", dir=folder) as temporary:  # whole or not there, if this is interrupted
+    with TemporaryDirectory(prefix=".making-", dir=folder) as temporary:  # an interruption leaves no partial data
         new_data = Path(temporary) / DATA_FOLDER
         shapes.write_shapes(new_data)
         (new_data / "config.json").write_text(json.dumps(quickstart_settings(), indent=2) + "\n")
@@ -135,13 +136,13 @@ def _write_contact_sheet(run_session: RunSession, out: Path) -> None:
 
 
 def _first_and_last_held_out_loss(log: Path) -> tuple[float, float]:
-    """Held-out loss at the first and at the last validation."""
+    """The mean held-out loss of the first and of the last validation."""
     losses = [record.loss for record in read_held_out_losses(log) if record.expert is None and record.loss is not None]
     return losses[0], losses[-1]
 
 
 def _write_comparison(training: TrainingResult, out: Path) -> None:
-    """The samples of the base and those of the trained model in one picture."""
+    """Write one picture with the samples of the base model and those of the trained model side by side."""
     from PIL import Image
 
     from supertuner.sinks.drawing import png_bytes

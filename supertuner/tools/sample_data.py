@@ -1,4 +1,4 @@
-"""A small captioned dataset of drawn shapes and played tones, to try things with: one seed, one set of files."""
+"""Creates a small captioned dataset of drawn shapes and synthesized tones. Equal seeds give equal files."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ TONES = {"low": 196.0, "middle": 392.0, "high": 784.0}
 WAVES = ("sine", "square", "sawtooth")
 VIDEO_FPS, AUDIO_RATE = 16, 24_000
 _SUPERSAMPLING = 3
-"""Pictures are drawn so much larger and reduced."""
+"""Pictures are drawn this many times larger and then reduced."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleData:
     config: Path
-    """A configuration that names the datasets."""
+    """A configuration with the datasets."""
     images: int
     videos: int
     sounds: int
 
 
 def make_sample_data(folder: Path, *, images: int = 30, videos: int = 6, sounds: int = 6, seed: int = 0) -> SampleData:
-    """Write `images`, `videos` and `sounds` below `folder`, captions beside them, and a configuration for all."""
+    """Write that many images, videos and audio files with captions below `folder`, and a configuration for them."""
     random = Random(seed)
     looks = list(product(COLOURS, SHAPES, BACKGROUNDS))
     random.shuffle(looks)
@@ -66,13 +66,14 @@ def make_sample_data(folder: Path, *, images: int = 30, videos: int = 6, sounds:
 def draw_picture(
     size: tuple[int, int], look: tuple[str, str, str], centre: tuple[float, float], radius: float
 ) -> Image:
-    """A shape of one colour on a ground of another. Centre and radius are shares of the sides and the shorter side."""
+    """A shape on a background; `look` is (colour, shape, background). Centre and radius are shares of the sides and of
+    the shorter side."""
     colour, shape, ground = look
     return draw_shape(size, shape, COLOURS[colour], BACKGROUNDS[ground], centre, radius, _SUPERSAMPLING)
 
 
 def synthesize_tone(wave: str, hertz: float, seconds: float) -> NDArray[np.float32]:
-    """A tone plucked twice a second, in stereo, moving from left to right: samples × 2."""
+    """A stereo tone, plucked twice per second, that moves from left to right; shape (samples, 2)."""
     time = np.arange(round(seconds * AUDIO_RATE)) / AUDIO_RATE
     phase = (time * hertz) % 1
     shape = {
@@ -91,7 +92,7 @@ def _write_picture(folder: Path, number: int, look: tuple[str, str, str], random
     centre = (random.uniform(0.35, 0.65), random.uniform(0.35, 0.65))
     picture = draw_picture(PICTURE_SIZES[number % len(PICTURE_SIZES)], look, centre, random.uniform(0.2, 0.32))
     kind = ("jpg", "png", "webp")[number % 3]
-    picture.save(folder / f"{number:03d}.{kind}", quality=92)  # PNG has no quality, and ignores it
+    picture.save(folder / f"{number:03d}.{kind}", quality=92)  # ignored for PNG
     colour, shape, ground = look
     _write_caption(
         folder, number, f"{_with_article(colour)} {shape} on a {ground} ground, {shape}, {colour}, flat drawing"
@@ -138,7 +139,8 @@ def _write_caption(folder: Path, number: int, text: str) -> None:
 
 
 def _dataset_config() -> dict[str, object]:
-    """Small buckets and a little of each augmentation for a contact sheet to show. Clips say "left": they keep it."""
+    """Small buckets, and a little of each augmentation, so that a contact sheet shows them. Videos are not flipped,
+    because their captions say "left" or "right"."""
     colour = {"flip": 0.5, "brightness": 0.1, "contrast": 0.1, "saturation": 0.2, "hue": 0.02}
     tags = {"trigger_word": "shapeworld", "shuffle_tags": True, "keep_tags": 1, "dropout": 0.1}
     return {

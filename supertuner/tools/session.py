@@ -1,4 +1,4 @@
-"""A command at work on a configuration: its run folder locked, and everything that is said on screen and on record."""
+"""The session of a command that works on a configuration: the locked run folder, the console and the event sinks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from supertuner.arena.format import ArenaLifetime
+from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.key_paths import CHANGEABLE_SETTINGS, setting_defaults
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.environment import strip_uvm_keys_for_torch
@@ -16,8 +17,7 @@ from supertuner.config.sources.load import LoadedConfig, load_config
 from supertuner.core.errors import ConfigError, SourceError
 from supertuner.core.events import DecisionEvent, NoteEvent, NullSink, Sink, TeeSink
 from supertuner.core.host import HostFacts
-from supertuner.data.staging.arena_lookup import dataset_home_path
-from supertuner.data.staging.arena_lookup import find_staged_arena
+from supertuner.data.staging.arena_lookup import dataset_home_path, find_staged_arena
 from supertuner.sinks.console import ConsoleSink
 from supertuner.sinks.run_folder import RunFolder
 from supertuner.sinks.saved_config import SavedConfig
@@ -27,38 +27,41 @@ from supertuner.sinks.saved_config import SavedConfig
 class RunSession:
     config: RunConfig
     run_dir: Path
-    """The run's folder."""
     run_folder: RunFolder | None
-    """The same, locked and kept; None: another process of the job has it."""
+    """The run's folder, locked by this process; None in all processes of the job except the first."""
     console: ConsoleSink | NullSink
     sink: Sink
-    """Reaches the screen and the run's folder."""
+    """Writes to the console and to the run's folder."""
     host: HostFacts
     launcher: LauncherEnvironment = SINGLE_PROCESS_ENVIRONMENT
-    """Which process of the job this is."""
+    """Rank and world size of this process."""
+
+    @property
+    def context(self) -> RunContext:
+        return RunContext(self.run_dir, self.sink, self.console, self.host)
 
 
 def arena_lifetime(config: RunConfig) -> ArenaLifetime:
-    """How long arenas made by a command stay. What it makes is for a later run: "run" would end it at once."""
+    """How long arenas live that a command creates for a later run; `arena.keep: "run"` would remove them at once."""
     return "until_removed" if config.arena.keep == "run" else config.arena.keep
 
 
 def load_command_config(
     path: Path, sets: Sequence[str], *, limit: int | None = None, strict: bool = False
 ) -> LoadedConfig:
-    """A configuration, with a command's `--limit` and `--strict` as if they were set for each of its datasets.
+    """Load a configuration and apply a command's `--limit` and `--strict` to each of its datasets.
 
-    A named run gets a name of its own with them: a first try must not stand in the way of the run itself. A dataset's
-    folder may be gone if what was staged from it is still here.
+    With these options a named run gets another name, so that a first try does not occupy the folder of the real run.
+    The folder of a dataset may be missing if its staged arena still exists.
     """
     try:
         config = load_config(path, sets=sets, check_paths=False).config
     except ConfigError:
-        return load_config(path, sets=sets)  # the same refusal, together with the paths that are wrong
+        return load_config(path, sets=sets)  # raises the same error, together with the errors about paths
     dataset_options = [*([f"limit={limit}"] if limit is not None else []), *(["strict=true"] if strict else [])]
     all_sets = [
         *sets,
-        *(f"datasets[{place}].{one}" for place in range(len(config.datasets)) for one in dataset_options),
+        *(f"datasets[{index}].{option}" for index in range(len(config.datasets)) for option in dataset_options),
     ]
     if dataset_options and config.run.name is not None:
         name_suffixes = [*([f"limit-{limit}"] if limit is not None else []), *(["strict"] if strict else [])]
@@ -75,16 +78,17 @@ def load_command_config(
 def open_session(
     loaded: LoadedConfig, launcher: LauncherEnvironment = SINGLE_PROCESS_ENVIRONMENT
 ) -> Iterator[RunSession]:
-    """Lock the run's folder, tell what the configuration has to say, and work; the folder keeps all of it.
+    """Lock the run's folder, save the configuration in it, and emit the notes of the configuration loader.
 
-    Of many processes the first does so; the others work on the same run and say nothing but what went wrong.
+    In a job of several processes only the first one does so; the others get a session that emits nothing. Raises
+    SourceError if the configuration has no dataset.
     """
     config = loaded.config
     if not config.datasets:
-        raise SourceError(f"{loaded.source_name} names no dataset; add one under datasets")
+        raise SourceError(f"{loaded.source_name} has no dataset; add one under datasets")
     saved_config = build_saved_config(loaded)
     name = run_name(loaded, saved_config)
-    strip_uvm_keys_for_torch()  # the configuration has what was said there; stock torch would refuse it
+    strip_uvm_keys_for_torch()  # the configuration has read these keys; stock torch would reject them
     if not launcher.is_main_process:
         yield RunSession(config, config.run.output_dir / name, None, NullSink(), NullSink(), HostFacts(), launcher)
         return
@@ -94,26 +98,25 @@ def open_session(
         for note in loaded.notes:
             console.emit(note)
         if folder.replaced_settings:
-            text = f"begun before with other settings, and nothing came of it; now: {'; '.join(folder.replaced_settings[:3])}"
-            sink.emit(NoteEvent("run", text))
+            changes = "; ".join(folder.replaced_settings[:3])
+            sink.emit(NoteEvent("run", f"replaces a start with other settings that produced nothing; now: {changes}"))
         if folder.changed_settings:
-            sink.emit(
-                NoteEvent("run", f"settings that are others than last time: {'; '.join(folder.changed_settings[:5])}")
-            )
+            changes = "; ".join(folder.changed_settings[:5])
+            sink.emit(NoteEvent("run", f"settings changed since the last session: {changes}"))
         if config.run.name is None:
-            sink.emit(DecisionEvent("run.name", name, "not given: the file's name and a digest of its settings"))
+            sink.emit(DecisionEvent("run.name", name, "not set: the file's name and a digest of its settings"))
         for dataset in config.datasets:
             folder.forget_set_aside(dataset.id)
         yield RunSession(config, folder.path, folder, console, sink, HostFacts(), launcher)
 
 
 def run_name(loaded: LoadedConfig, saved_config: SavedConfig) -> str:
-    """The run's name, and that of its folder."""
+    """The name of the run and of its folder."""
     return loaded.config.run.name or f"{Path(loaded.source_name).stem}-{saved_config.digest[:8]}"
 
 
 def build_saved_config(loaded: LoadedConfig) -> SavedConfig:
-    """The configuration as a run's folder keeps it."""
+    """The configuration in the form in which a run's folder stores it."""
     return SavedConfig(
         file_content=loaded.file_content,
         extension=Path(loaded.source_name).suffix,

@@ -1,4 +1,4 @@
-"""One flat figure on a flat ground: what sample data and the quickstart are drawn with."""
+"""Draws one flat shape on a flat background, for sample data and the quickstart."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def draw_shape(
     radius: float,
     supersampling: int,
 ) -> Image:
-    """Centre and radius are shares of the sides, and of the shorter side. Drawn `finer` times as large and reduced,
-    which smooths the edges."""
+    """The picture, `size` pixels large. Centre and radius are shares of the sides and of the shorter side. It is drawn
+    `supersampling` times larger and reduced, which smooths the edges."""
     from PIL import Image, ImageDraw
 
     width, height = size[0] * supersampling, size[1] * supersampling
@@ -39,7 +39,7 @@ def draw_shape(
 
 
 def _corners(shape: str) -> list[tuple[float, float]]:
-    """Corners on the unit circle (every other one of a star nearer), upright, y upwards."""
+    """Corners on the unit circle (every second corner of a star is closer to the centre), upright, y upwards."""
     count, turn = {"square": (4, np.pi / 4), "triangle": (3, np.pi / 2), "star": (10, np.pi / 2)}[shape]
     angles = turn + 2 * np.pi * np.arange(count) / count
     distances = np.where((np.arange(count) % 2 == 1) & (shape == "star"), 0.45, 1.0)

@@ -1,8 +1,8 @@
-"""Draws the quickstart's pictures, a shape of one colour each, with their captions and the truth about them.
+"""Draws the quickstart's pictures, one coloured shape each, with captions and a file of ground truth.
 
-The tiny base model was trained on CHALKS, a few dull colours. The quickstart teaches it INKS: bright colours, whose
-names the base has never seen. Some pairs of ink and shape are in no training picture; whether they can be drawn
-afterwards is what the quickstart measures.
+The tiny base model was trained on CHALKS, a few dull colours. The quickstart teaches it INKS: bright colours whose
+names the base model does not know. Some pairs of ink and shape are in no training picture; the quickstart measures
+whether the trained model can draw them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ColourShapePair: TypeAlias = tuple[str, str]
-"""Name of a colour, name of a shape."""
+"""(name of a colour, name of a shape)."""
 
 SHAPES = SHAPE_NAMES
 CHALKS: dict[str, RgbColour] = {
@@ -53,19 +53,19 @@ HELD_OUT_PAIRS: tuple[ColourShapePair, ...] = (
     ("blue", "circle"),
     ("purple", "square"),
 )
-"""Every colour once and every shape: all of them are known from other pairs."""
+"""Each ink once, and all shapes; every ink and every shape also occurs in training pairs."""
 SIDE_PIXELS = 48
-"""Pixels of a picture's side."""
+"""Width and height of a picture."""
 BASE_MODEL = Path(__file__).resolve().parent.parent / "assets" / "tiny-wan22"
-"""The tiny base model, which comes with the package; scripts/pretrain_tiny.py made it."""
+"""The tiny base model, which ships with the package; scripts/pretrain_tiny.py trains it."""
 TRUTH_FILE = "truth.json"
 _SUPERSAMPLING = 4
-"""Pictures are drawn so much larger and reduced."""
+"""Pictures are drawn this many times larger and then reduced."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeDrawing:
-    """What is in a picture. Centre and radius are shares of its side."""
+    """The content of a picture. Centre and radius are shares of its side."""
 
     colour: str
     shape: str
@@ -80,7 +80,7 @@ class ShapeDrawing:
 
 @dataclass(frozen=True, slots=True)
 class ShapesData:
-    """Two folders of pictures with captions beside them, and a file that says what is in each."""
+    """Two folders of pictures with captions, and a file with the content of each picture."""
 
     train: Path
     held_out: Path
@@ -90,24 +90,24 @@ class ShapesData:
 
 
 def caption(*words: str) -> str:
-    """Of a colour and a shape: "an orange star"."""
+    """The caption of a colour and a shape: "an orange star"."""
     return f"{'an' if words[0][0] in 'aeiou' else 'a'} {' '.join(words)}"
 
 
 def chalk_pairs() -> tuple[ColourShapePair, ...]:
-    """What the base model was trained on."""
+    """The pairs that the base model was trained on."""
     return tuple(product(CHALKS, SHAPES))
 
 
 def train_pairs() -> tuple[ColourShapePair, ...]:
-    """What the quickstart trains on: every pair of ink and shape that is not held out."""
+    """The pairs that the quickstart trains on: every pair of ink and shape that is not held out."""
     return tuple(pair for pair in product(INKS, SHAPES) if pair not in HELD_OUT_PAIRS)
 
 
 def random_drawings(
     pairs: Iterable[ColourShapePair], per_pair: int, random: Random, ground: RgbColour = PAPER
 ) -> list[ShapeDrawing]:
-    """`each` drawings of every pair, at places and in sizes that vary."""
+    """`per_pair` drawings of every pair, at random places and in random sizes."""
     return [
         ShapeDrawing(
             colour,
@@ -122,20 +122,19 @@ def random_drawings(
 
 
 def render_drawing(drawing: ShapeDrawing, side: int = SIDE_PIXELS) -> Image:
-    """The picture, `side` pixels wide and high."""
     fill = COLOURS[drawing.colour]
     return draw_shape((side, side), drawing.shape, fill, drawing.ground, drawing.centre, drawing.radius, _SUPERSAMPLING)
 
 
 def render_drawings(drawings: Sequence[ShapeDrawing], side: int = SIDE_PIXELS) -> NDArray[np.uint8]:
-    """The pictures in one block: NHWC."""
-    return np.stack([np.asarray(render_drawing(one, side)) for one in drawings])
+    """The pictures as one array, NHWC."""
+    return np.stack([np.asarray(render_drawing(drawing, side)) for drawing in drawings])
 
 
 def write_shapes(
     folder: Path, *, per_pair: int = 16, held_out_per_pair: int = 8, seed: int = 0, side: int = SIDE_PIXELS
 ) -> ShapesData:
-    """Write the quickstart's two folders and the truth below `folder`. One seed, one set of files."""
+    """Write the quickstart's two folders and the ground truth below `folder`. Equal seeds give equal files."""
     random = Random(seed)
     drawings_by_part = {
         "train": random_drawings(train_pairs(), per_pair, random),

@@ -1,8 +1,7 @@
-"""Staging all datasets of a configuration, and what became of it in words."""
+"""Stages all datasets of a configuration, and summarizes the result."""
 
 from __future__ import annotations
 
-from supertuner.arena.run_context import RunContext
 from supertuner.core.types import bytes_text
 from supertuner.data.corpus_loader import dataset_stagers
 from supertuner.data.staging.result import StageResult
@@ -10,15 +9,13 @@ from supertuner.tools.session import RunSession, arena_lifetime
 
 
 def stage_all_datasets(run_session: RunSession) -> list[StageResult]:
-    """Stage every dataset, or find that nothing changed."""
-    life = arena_lifetime(run_session.config)
-    context = RunContext(run_session.run_dir, run_session.sink, run_session.console, run_session.host)
-    stager_assignments = dataset_stagers(run_session.config, context, life)
-    return [stager.stage(dataset, place) for stager, dataset, place in stager_assignments]
+    """Stage every dataset; an unchanged dataset reuses its arena."""
+    stagers = dataset_stagers(run_session.config, run_session.context, arena_lifetime(run_session.config))
+    return [stager.stage(dataset, place) for stager, dataset, place in stagers]
 
 
 def stage_summary(result: StageResult) -> str:
-    """One dataset in a few lines, for people."""
+    """The result of one dataset in a few lines."""
     files_text = f"{result.files} {result.kind} file{'s' if result.files != 1 else ''}"
     how = f"reused: {result.reuse_reason}" if result.reused else f"staged in {result.seconds:.2f} s"
     rate = "" if result.reused else f", {bytes_text(result.nbytes / max(result.seconds, 1e-9))}/s"
@@ -28,5 +25,5 @@ def stage_summary(result: StageResult) -> str:
     ]
     if result.set_aside:
         count = len(result.set_aside)
-        lines.append(f"  {count} file{'s' if count != 1 else ''} set aside; the run's set_aside.jsonl says why")
+        lines.append(f"  {count} file{'s' if count != 1 else ''} set aside; see the run's set_aside.jsonl")
     return "\n".join(lines)

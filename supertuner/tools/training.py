@@ -1,4 +1,4 @@
-"""A training run from its configuration to its exported files, and what became of it in words."""
+"""Runs a training from its configuration to its exported files, and summarizes the result."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ from supertuner.tools.session import RunSession, open_session
 
 LOSS_CURVE_FILE = "loss_curve.png"
 FORECAST_FILE = "forecast.json"
-"""In the run's folder: what was forecast before it began, all of it modelled."""
+"""In the run's folder: the forecast that was made before training began; all its figures are modelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """What a call of `train` did."""
+    """The result of one training session."""
 
     run_dir: Path
     steps: int
     samples: int
     seconds: float
     stopped_by: str | None
-    """The signal that stopped it before its end."""
+    """The signal that stopped it early; None if it ran to its end."""
     exports: tuple[Path, ...]
     loss_curve: Path | None
     memory_lines: tuple[str, ...]
-    """What became of the memory engine, a line each: hints by outcome, what overflowed."""
+    """Summary of memory, one line each: hints by outcome, overflowed bytes."""
     hint_counts: Mapping[str, int] = field(default_factory=dict)
     """Residency hints of this session by outcome."""
 
 
 def train(loaded: LoadedConfig, *, resume: str | None = None, force: bool = False) -> TrainingResult:
-    """Train what the configuration says, going on from the run's last checkpoint if it has one. `anyway`: even if it
-    cannot fit into memory."""
+    """Train as configured, and resume from the run's last checkpoint if it has one.
+
+    `resume` overrides `checkpoints.resume`; `force` trains even if the forecast says that it cannot fit into memory.
+    """
     with open_session(loaded, read_launcher_environment(current_environment())) as run_session:
         return train_in_session(run_session, resume=resume, force=force)
 
@@ -48,7 +50,7 @@ def train(loaded: LoadedConfig, *, resume: str | None = None, force: bool = Fals
 def train_in_session(
     run_session: RunSession, *, resume: str | None = None, force: bool = False, extra_sink: Sink | None = None
 ) -> TrainingResult:
-    """The same within a session that is open already. `also` gets everything that is reported, each step included."""
+    """Like `train`, in an open session. `extra_sink` receives every event, including those of single steps."""
     with run_session.console.phase("loading libraries"):
         from supertuner.arena.run_context import RunContext
         from supertuner.distributed.process_group import rank_zero_first
@@ -81,7 +83,7 @@ def train_in_session(
             )
         if config.parallel.strategy == "fsdp" and process_group.sharder is None:
             run_session.sink.emit(
-                NoteEvent("parallel.strategy", '"fsdp" has no effect: one process has all weights anyway')
+                NoteEvent("parallel.strategy", '"fsdp" has no effect: a single process holds all weights')
             )
         if run_model is not None and run_session.launcher.is_main_process:
             write_json(run_dir / FORECAST_FILE, run_model.forecast.to_dict())
@@ -95,9 +97,8 @@ def train_in_session(
         ending = run_loop(run)
         exports = () if ending.stopped_by else tuple(export(run))
         curve = None
-        if (
-            run_session.launcher.is_main_process and (run_dir / LOSSES_FILE).stat().st_size
-        ):  # none: there was nothing left to do
+        # The loss log is empty if the run was complete before this session.
+        if run_session.launcher.is_main_process and (run_dir / LOSSES_FILE).stat().st_size:
             draw_curve(run_dir / LOSSES_FILE, curve := run_dir / LOSS_CURVE_FILE)
         memory = tuple(run.memory.summary_lines())
         hints = run.memory.hint_tally.by_status()
@@ -107,13 +108,14 @@ def train_in_session(
 
 
 def open_report_sinks(run_session: RunSession, stack: ExitStack) -> Sink:
-    """The session's sink, and the reports that the configuration asks for."""
+    """The session's sink together with the configured reports (TensorBoard, W&B)."""
     from supertuner.sinks.training_events import EveryNStepsSink, WithoutStepsSink
 
     if run_session.run_folder is None:
         return run_session.sink
     settings = run_session.config.report
-    sinks: list[Sink] = [run_session.console, WithoutStepsSink(run_session.run_folder)]  # losses.jsonl has the steps
+    # The event log omits single steps, because losses.jsonl has them.
+    sinks: list[Sink] = [run_session.console, WithoutStepsSink(run_session.run_folder)]
     if settings.tensorboard:
         from supertuner.sinks.tensorboard import TensorBoardSink
 
@@ -129,7 +131,7 @@ def open_report_sinks(run_session: RunSession, stack: ExitStack) -> Sink:
 
 
 def training_summary(result: TrainingResult) -> str:
-    """Where everything is, for people."""
+    """The result as text, with the paths of all files."""
     run_dir = result.run_dir
     how = f"stopped by {result.stopped_by} after" if result.stopped_by else "trained"
     lines = [
@@ -145,5 +147,5 @@ def training_summary(result: TrainingResult) -> str:
     lines += [f"  exported     {path}" for path in result.exports]
     lines += [f"  memory       {line}" for line in result.memory_lines]
     if result.stopped_by:
-        lines.append("the same command goes on from here")
+        lines.append("the same command resumes from here")
     return "\n".join(lines)

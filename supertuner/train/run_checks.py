@@ -30,8 +30,8 @@ def select_device(setting: str, launch_env: LauncherEnvironment = SINGLE_PROCESS
         name = f"cuda:{launch_env.local_rank}"
     elif launch_env.local_world_size > 1 and name.startswith("cuda:"):
         raise TrainError(
-            f'train.device is "{setting}", and {launch_env.local_world_size} processes of this node would share it; use '
-            '"cuda": each process then uses the GPU of its local rank'
+            f'train.device is "{setting}", and {launch_env.local_world_size} processes of this node would share it; '
+            'use "cuda": each process then uses the GPU of its local rank'
         )
     try:
         device = torch.empty(1, device=torch.device(name)).device  # with its index, as tensors report it

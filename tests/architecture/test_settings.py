@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import typing
 from pathlib import Path
 
@@ -41,9 +43,15 @@ def blocks_of(annotation: object) -> list[type[BaseModel]]:
 
 
 def unread(names: list[str], sources: list[str]) -> list[str]:
-    """Settings that no source reads as an attribute."""
-    read = set().union(*(attribute_names(source) for source in sources)) if sources else set()
-    return [name for name in names if name.rsplit(".", 1)[1] not in read]
+    """Settings that no source reads, as an attribute or, for settings of an expert, by `getattr` with its name."""
+    read = set().union(*(attribute_names(source) | text_constants(source) for source in sources)) if sources else set()
+    return [name for name in names if re.sub(r"^(high|low)_noise_", "", name.rsplit(".", 1)[1]) not in read]
+
+
+def text_constants(source: str) -> set[str]:
+    """The text constants of a source, also those inside f-strings; leading underscores are removed."""
+    constants = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    return {value.lstrip("_") for value in constants if isinstance(value, str) and value.lstrip("_").isidentifier()}
 
 
 def test_every_setting_is_read_by_a_package_other_than_config() -> None:

@@ -124,5 +124,5 @@ def test_a_cache_that_is_not_persistent_is_built_in_memory_and_kept_for_the_next
 
 
 def test_ls_of_a_run_that_never_began_is_refused(run_file: Path) -> None:
-    with pytest.raises(SuperTunerError, match="never begun"):
+    with pytest.raises(SuperTunerError, match="does not exist, so nothing is cached"):
         call("ls", run_file)

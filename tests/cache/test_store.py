@@ -26,10 +26,10 @@ def test_entries_come_back_bit_for_bit_and_stacked(tmp_path: Path) -> None:
     encoder = CountingEncoder(contents(10))
     with store(tmp_path / "home") as filled:
         assert filled.fill(encoder.request()) == 10
-    with store(tmp_path / "home") as found:
-        refs = found.find(encoder.keys)
-        assert all(same(found.entries.entry(int(ref)), encoder.entry(i)) for i, ref in enumerate(refs))
-        batch = found.entries.gather(refs[[7, 2, 2, 9]])
+    with store(tmp_path / "home") as reopened:
+        refs = reopened.find(encoder.keys)
+        assert all(same(reopened.entries.entry(int(ref)), encoder.entry(i)) for i, ref in enumerate(refs))
+        batch = reopened.entries.gather(refs[[7, 2, 2, 9]])
         assert torch.equal(batch["latents"], torch.stack([encoder.entry(i)["latents"] for i in (7, 2, 2, 9)]))
         assert batch["latents"].is_contiguous() and batch["latents"].dtype == torch.bfloat16
 
@@ -155,10 +155,10 @@ def test_relative_sizes_predict_the_bytes_of_larger_entries(tmp_path: Path) -> N
 
 def flip_a_byte(home: Path, needle: torch.Tensor) -> None:
     """Damage the stored bytes of one tensor."""
-    wanted = needle.contiguous().view(torch.uint8).numpy().tobytes()
+    target = needle.contiguous().view(torch.uint8).numpy().tobytes()
     for file in home.glob("*/*.data"):
         content = bytearray(file.read_bytes())
-        at = content.find(wanted)
+        at = content.find(target)
         if at >= 0:
             content[at] ^= 1
             file.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Writes a configuration into a folder of its own and loads it in an empty environment."""
+"""Fixtures that write a configuration into a temporary folder and load it with an empty environment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_text(tmp_path: Path) -> Load:
 
 @pytest.fixture
 def refuse(load_text: Load) -> Refuse:
-    """The problems, as text, of a configuration that must not load."""
+    """The problems, as text, of a configuration that must be refused."""
 
     def run(*arguments: Any, **options: Any) -> list[str]:
         with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""`supertuner config` as a user runs it: in a process of its own, judged by what it prints and how it exits."""
+"""`supertuner config` in its own process: what it prints and its exit codes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_validate_prints_every_problem_of_every_file_and_exits_with_2(tmp_path):
         "  run.seed: -1 is not allowed; allowed: a whole number of at least 0 below 9223372036854775808\n"
         "2 errors; nothing was started\n"
     )
-    assert done.stdout == "b.yaml is valid: 0 datasets, 1 setting given\n"
+    assert done.stdout == "b.yaml is valid: 0 datasets, 1 setting\n"
 
 
 def cpu_seconds_of_children() -> float:
-    """What finished child processes computed: on a busy machine the clock says something else."""
+    """CPU time of finished child processes; unlike elapsed time it does not depend on the load of the machine."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -62,18 +62,18 @@ def test_the_shipped_examples_are_valid(example):
     assert report["valid"], report
 
 
-def test_without_no_paths_a_folder_that_is_missing_is_refused():
+def test_without_no_paths_a_missing_folder_is_refused():
     done = supertuner("config", "validate", ROOT / "examples/captioned_images.yaml")
     assert done.returncode == 2
     assert 'datasets[0].instance_data_dir: "/workspace/datasets/portraits" is not a folder' in done.stderr
 
 
-def test_the_example_of_the_seeds_has_all_that_it_names_in_the_repository():
+def test_the_files_of_the_forks_example_are_in_the_repository():
     done = supertuner("config", "validate", "examples/gh200_in_memory_example.json")
     assert done.returncode == 0, done.stderr
 
 
-def test_show_origins_prints_where_each_value_came_from(tmp_path):
+def test_show_origins_prints_the_origin_of_each_value(tmp_path):
     (tmp_path / "run.json").write_text('{"train_batch_size": 4}')
     done = supertuner("config", "show", "run.json", "--origins", "--set", "run.seed=3", cwd=tmp_path)
     assert [line.split() for line in done.stdout.splitlines()] == [
@@ -88,13 +88,13 @@ def test_show_all_prints_defaults_too(tmp_path):
     assert all(line.endswith("default") for line in done.stdout.splitlines())
 
 
-def test_convert_never_overwrites_unless_told_to(tmp_path):
+def test_convert_overwrites_only_with_force(tmp_path):
     (tmp_path / "run.json").write_text('{"train_batch_size": 4, "datasets": [{"instance_data_dir": "cats"}]}')
     (tmp_path / "out").mkdir()
     for expected in (0, 1):
         done = supertuner("config", "convert", "run.json", "-o", "out/run.yaml", cwd=tmp_path)
         assert done.returncode == expected
-    assert "out/run.yaml exists; give --force" in done.stderr
+    assert "out/run.yaml exists; use --force" in done.stderr
     assert supertuner("config", "convert", "run.json", "-o", "out/run.yaml", "--force", cwd=tmp_path).returncode == 0
     text = (tmp_path / "out/run.yaml").read_text()
     assert text == 'datasets:\n- instance_data_dir: "../cats"\ntrain:\n  batch_size: 4\n'
@@ -114,7 +114,7 @@ def test_schema_prints_the_committed_file():
     )
 
 
-def test_what_the_system_refuses_is_one_line_with_the_file_and_no_traceback(tmp_path):
+def test_an_os_error_is_one_line_with_the_file_and_no_traceback(tmp_path):
     (tmp_path / "a.json").write_text("{}")
     done = supertuner("config", "convert", "a.json", "-o", "/proc/b.json", cwd=tmp_path)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""Whatever stands in a file, a --set, a variable or a call: a configuration or a ConfigError, nothing else."""
+"""Any content of a file, --set, variable or call yields a configuration or a ConfigError, nothing else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KEYED = st.recursive(
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """`{"a.b": 1}` → `{"a": {"b": 1}}`; of two that do not go together one stays."""
+    """`{"a.b": 1}` → `{"a": {"b": 1}}`; of two conflicting entries, one is kept."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         node: Any = tree
@@ -67,7 +67,7 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-def must_end_well(path: Path | None, content: bytes = b"", **options: Any) -> None:
+def load_or_config_error(path: Path | None, content: bytes = b"", **options: Any) -> None:
     if path is not None:
         path.write_bytes(content)
     try:
@@ -82,14 +82,14 @@ def must_end_well(path: Path | None, content: bytes = b"", **options: Any) -> No
 @settings(max_examples=400, deadline=None)
 @given(tree=TREES | JOBS | KEYED)
 def test_any_tree_of_known_and_unknown_keys(folder, tree):
-    must_end_well(folder / "run.json", json.dumps(tree).encode())
+    load_or_config_error(folder / "run.json", json.dumps(tree).encode())
 
 
 @settings(max_examples=150, deadline=None)
 @given(tree=st.lists(ENTRIES | GARBAGE, max_size=3) | GARBAGE)
 def test_any_dataset_file(folder, tree):
     (folder / "multi.json").write_text(json.dumps(tree))
-    must_end_well(folder / "run.json", b'{"data_backend_config": "multi.json"}')
+    load_or_config_error(folder / "run.json", b'{"data_backend_config": "multi.json"}')
 
 
 YAMLISH = st.text(st.sampled_from(list("ab:-[]{}&*!|>'\"#%@`?,. \n\t\r012exX~<=")), max_size=40)
@@ -98,13 +98,13 @@ YAMLISH = st.text(st.sampled_from(list("ab:-[]{}&*!|>'\"#%@`?,. \n\t\r012exX~<="
 @settings(max_examples=400, deadline=None)
 @given(text=st.text(max_size=40) | YAMLISH, ending=st.sampled_from(["json", "yaml", "toml"]))
 def test_any_text(folder, text, ending):
-    must_end_well(folder / f"run.{ending}", text.encode(errors="surrogatepass"))
+    load_or_config_error(folder / f"run.{ending}", text.encode(errors="surrogatepass"))
 
 
 @settings(max_examples=150, deadline=None)
 @given(content=st.binary(max_size=40), ending=st.sampled_from(["json", "yaml", "toml", "txt"]))
 def test_any_bytes(folder, content, ending):
-    must_end_well(folder / f"run.{ending}", content)
+    load_or_config_error(folder / f"run.{ending}", content)
 
 
 PATHS = st.sampled_from(sorted(key_paths.settings())).map(lambda p: p.replace("[]", "[0]")) | st.text(max_size=12)
@@ -114,13 +114,13 @@ TEXTS = st.text(max_size=12) | GARBAGE.map(json.dumps)
 @settings(max_examples=300, deadline=None)
 @given(sets=st.lists(st.tuples(PATHS | st.sampled_from(ROOT), TEXTS).map("=".join) | st.text(max_size=9), max_size=4))
 def test_any_set(sets):
-    must_end_well(None, sets=sets)
+    load_or_config_error(None, sets=sets)
 
 
 @settings(max_examples=150, deadline=None)
 @given(overrides=st.dictionaries(PATHS | st.sampled_from(ROOT), KEYED, max_size=4))
 def test_any_call_from_code(overrides):
-    must_end_well(None, overrides=overrides)
+    load_or_config_error(None, overrides=overrides)
 
 
 VARIABLE = st.sampled_from([*SETTING_BY_VARIABLE, *map(variable_name, settings_with_variables())]) | st.text(
@@ -131,4 +131,4 @@ VARIABLE = st.sampled_from([*SETTING_BY_VARIABLE, *map(variable_name, settings_w
 @settings(max_examples=150, deadline=None)
 @given(environ=st.dictionaries(VARIABLE, TEXTS, max_size=4))
 def test_any_environment(environ):
-    must_end_well(None, environ=environ)
+    load_or_config_error(None, environ=environ)

@@ -1,4 +1,4 @@
-"""Every problem of a file comes in one pass, each with its place, its value, what is allowed and the nearest key."""
+"""All problems of a file are reported at once, each with its path, value, allowed values and the closest key."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supertuner.config.dialects.key_tables import dataset_keys, inherited_keys, run_keys
-from supertuner.config.sources.problems import closest_match, edit_distance, edit_distance_lower_bound
 from supertuner.config.settings import key_paths
 from supertuner.config.sources.load import load_config
+from supertuner.config.sources.problems import closest_match, edit_distance, edit_distance_lower_bound
 from supertuner.core.errors import ConfigError
 
 
-def test_all_errors_of_a_file_come_in_one_pass_and_read_as_promised(tmp_path):
+def test_all_errors_of_a_file_are_reported_at_once(tmp_path):
     (tmp_path / "run.json").write_text("""{
       "datasets": [{"in_memory": {"memory_limt_gb": 3}}, {"instance_data_dir": "data/cats"}],
       "gh200_optimizations": {"initial_effective_batch_size": 4, "target_effective_batch_size": 2}
@@ -28,14 +28,14 @@ def test_all_errors_of_a_file_come_in_one_pass_and_read_as_promised(tmp_path):
         == """\
 config error in run.json
   datasets[0].in_memory.memory_limt_gb: not a setting; did you mean memory_limit_gb?
-  gh200_optimizations.target_effective_batch_size: 2 is below initial_effective_batch_size 4; a ramp goes up
+  gh200_optimizations.target_effective_batch_size: 2 is below initial_effective_batch_size 4; the ramp must not decrease
   datasets[1].instance_data_dir: "data/cats" is not a folder (looked in the folder of run.json)
 3 errors; nothing was started"""
     )
     assert caught.value.exit_code == 2
 
 
-def test_wrong_values_do_not_hide_contradictions_between_the_others(refuse):
+def test_invalid_values_do_not_hide_contradictions_between_others(refuse):
     problems = refuse(
         {
             "datasets": [{"id": "a", "resolution": "x"}, {"id": "a", "frames": 17}, {"id": "b", "weight": -1}],
@@ -55,7 +55,7 @@ def test_wrong_values_do_not_hide_contradictions_between_the_others(refuse):
     }
 
 
-def test_a_contradiction_with_a_value_that_is_itself_wrong_is_not_reported(refuse):
+def test_a_contradiction_with_an_invalid_value_is_not_reported(refuse):
     tree = {"gh200_optimizations": {"enable_batch_size_rampup": True, "initial_effective_batch_size": "4"}}
     (problem,) = refuse(tree)
     assert '"4" is not allowed' in problem
@@ -86,7 +86,10 @@ def test_a_contradiction_with_a_value_that_is_itself_wrong_is_not_reported(refus
         ({"train": 5}, "train: 5 is not a block; a block holds batch_size"),
         ({"datasets": {}}, "datasets: {} is not a list of datasets"),
         ({"datasets": [5]}, "datasets[0]: 5 is not a block"),
-        ({"datasets": [{"captions": {"source": "constant"}}]}, "datasets[0].captions.constant: source is"),
+        (
+            {"datasets": [{"captions": {"source": "constant"}}]},
+            'datasets[0].captions.constant: is missing: source is "constant"',
+        ),
         ({"datasets": [{"resolution": 32}]}, "datasets[0].resolution: 32 is below bucket_step 64"),
         (
             {"datasets": [{"dataset_type": "audio", "augment": {"flip": 0.5}}]},
@@ -94,14 +97,14 @@ def test_a_contradiction_with_a_value_that_is_itself_wrong_is_not_reported(refus
         ),
         ({"datasets": [{"frames": 17}]}, 'datasets[0].frames: 17 needs dataset_type "video", not "image"'),
         ({"gh200_optimizations": {"enable_batch_size_rampup": True}}, "initial_effective_batch_size: is missing"),
-        ({"initial_effective_batch_size": 64, "train_batch_size": 32}, "64 is above what the ramp would end at"),
+        ({"initial_effective_batch_size": 64, "train_batch_size": 32}, "64 is above the end of the ramp"),
         (
             {"optimizer": {"name": "automagic", "high_noise_max_lr": 1e-8}},
-            "optimizer.high_noise_max_lr: 1e-08 is below min_lr, which is 1e-07 unless it is set; set both",
+            "optimizer.high_noise_max_lr: 1e-08 is below min_lr, which defaults to 1e-07; set both",
         ),
         (
             {"optimizer": {"name": "automagic", "low_noise_min_lr": 0.01}},
-            "optimizer.low_noise_min_lr: 0.01 is above max_lr, which is 0.001 unless it is set; set both",
+            "optimizer.low_noise_min_lr: 0.01 is above max_lr, which defaults to 0.001; set both",
         ),
         ({"optimizer": {"min_lr": 1e-3, "max_lr": 1e-4}}, "optimizer.max_lr: 0.0001 is below min_lr 0.001"),
         (
@@ -110,13 +113,13 @@ def test_a_contradiction_with_a_value_that_is_itself_wrong_is_not_reported(refus
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_place_value_and_remedy(refuse, tree, says):
+def test_settings_that_cannot_work_are_refused_with_path_value_and_remedy(refuse, tree, says):
     (problem,) = refuse(tree)
     assert says in problem
 
 
 @pytest.mark.parametrize(
-    ("tree", "place", "says"),
+    ("tree", "setting", "says"),
     [
         (
             {"datasets": [{"captions": {"keep_tags": 2}}]},
@@ -130,7 +133,7 @@ def test_what_cannot_work_is_refused_with_place_value_and_remedy(refuse, tree, s
         ),
         ({"datasets": [{"dataset_type": "video", "frames": 16}]}, "datasets[0].frames", "4n + 1"),
         ({"datasets": [{"fps": 16}]}, "datasets[0].fps", 'no effect with dataset_type "image"'),
-        ({"optimizer": {"lr_bump": 1e-6}}, "optimizer.lr_bump", 'only with name: "automagic"'),
+        ({"optimizer": {"lr_bump": 1e-6}}, "optimizer.lr_bump", 'without name: "automagic"'),
         ({"datasets": [{"id": "a"}]}, "datasets[0]", "nothing to stage"),
         (
             {
@@ -143,17 +146,17 @@ def test_what_cannot_work_is_refused_with_place_value_and_remedy(refuse, tree, s
         ),
     ],
 )
-def test_what_is_unwise_is_warned_about(load_text, tree, place, says):
-    assert any(note.what == place and says in note.message for note in load_text(tree).notes)
+def test_unwise_settings_produce_warnings(load_text, tree, setting, says):
+    assert any(note.what == setting and says in note.message for note in load_text(tree).notes)
 
 
-def test_a_wise_configuration_has_no_notes(load_text, tmp_path):
+def test_a_consistent_configuration_has_no_notes(load_text, tmp_path):
     (tmp_path / "cats").mkdir()
     loaded = load_text({"datasets": [{"instance_data_dir": "cats", "resolution": 512}]}, check_paths=True)
     assert loaded.notes == ()
 
 
-def test_a_dataset_may_be_a_tar_file_but_no_other_file(load_text, refuse, tmp_path):
+def test_a_dataset_may_be_a_folder_or_a_tar_file(load_text, refuse, tmp_path):
     (tmp_path / "a.tar").write_bytes(b"")
     (tmp_path / "a.zip").write_bytes(b"")
     load_text({"datasets": [{"instance_data_dir": "a.tar"}]}, check_paths=True)
@@ -166,10 +169,10 @@ def every_key() -> list[tuple[str, str]]:
     return [(block, name) for block in key_paths.blocks() for name in key_paths.names_in_block(block)]
 
 
-def typos(word: str, chance: random.Random) -> list[str]:
-    at = chance.randrange(len(word))
-    letter = chance.choice(string.ascii_lowercase)
-    swap = chance.randrange(max(1, len(word) - 1))
+def typos(word: str, rng: random.Random) -> list[str]:
+    at = rng.randrange(len(word))
+    letter = rng.choice(string.ascii_lowercase)
+    swap = rng.randrange(max(1, len(word) - 1))
     return [
         word[:at] + word[at + 1 :],
         word[:at] + letter + word[at + 1 :],
@@ -179,7 +182,7 @@ def typos(word: str, chance: random.Random) -> list[str]:
 
 
 def test_a_one_letter_typo_in_any_key_is_refused_and_the_right_key_suggested(refuse):
-    chance = random.Random(1)
+    rng = random.Random(1)
     tried, right, wrong = 0, 0, []
     for block, name in every_key():
         known = {
@@ -191,7 +194,7 @@ def test_a_one_letter_typo_in_any_key_is_refused_and_the_right_key_suggested(ref
             "dataset",
             "",
         }
-        for typo in {t for _ in range(2) for t in typos(name, chance)} - known:
+        for typo in {t for _ in range(2) for t in typos(name, rng)} - known:
             tree: object = {typo: 1}
             for step in reversed([s for s in block.split(".") if s]):
                 tree = {"datasets": [tree]} if step == "datasets[]" else {step: tree}
@@ -206,24 +209,24 @@ def test_a_one_letter_typo_in_any_key_is_refused_and_the_right_key_suggested(ref
     assert right / tried >= 0.95, wrong
 
 
-def test_edits_count_letters():
+def test_edit_distance_counts_letters():
     assert edit_distance("seed", "seed") == 0
     assert [edit_distance("seed", w) for w in ("sed", "seeed", "sead", "sede")] == [1, 1, 1, 1]
     assert edit_distance("", "abc") == 3
 
 
 @given(st.text("abc", max_size=7), st.text("abc", max_size=7))
-def test_edits_are_never_fewer_than_the_letters_that_differ(one, other):
-    assert max(abs(len(one) - len(other)), edit_distance_lower_bound(one, other)) <= edit_distance(one, other)
-    assert edit_distance_lower_bound(one, one) == 0
+def test_the_lower_bound_is_not_above_the_edit_distance(a, b):
+    assert max(abs(len(a) - len(b)), edit_distance_lower_bound(a, b)) <= edit_distance(a, b)
+    assert edit_distance_lower_bound(a, a) == 0
 
 
 @given(st.text("abc", min_size=1, max_size=7), st.lists(st.text("abc", min_size=1, max_size=7), max_size=6))
-def test_the_nearest_has_the_fewest_edits_and_stands_first_among_equals(word, candidates):
-    counted = [edit_distance(word, one) for one in candidates]
-    best = min((n for n in counted if n <= max(1, len(word) // 3)), default=None)
-    assert closest_match(word, candidates) == (None if best is None else candidates[counted.index(best)])
+def test_the_closest_match_has_the_smallest_distance_and_is_the_first_of_equals(word, candidates):
+    distances = [edit_distance(word, candidate) for candidate in candidates]
+    best = min((n for n in distances if n <= max(1, len(word) // 3)), default=None)
+    assert closest_match(word, candidates) == (None if best is None else candidates[distances.index(best)])
 
 
-def test_a_word_that_is_like_nothing_gets_no_suggestion():
+def test_a_word_without_a_close_candidate_has_no_match():
     assert closest_match("zzzzzz", ["batch_size", "seed"]) is None

@@ -1,4 +1,4 @@
-"""The schema and the docs describe every setting, and they agree."""
+"""The schema and the docs describe every setting in the same words."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from supertuner.config.dialects.key_tables import DATASET_KEYS, RUN_KEYS, inherited_keys
-from supertuner.config.settings.run_config import json_schema
-from supertuner.config.settings.data import DatasetSettings
-from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.settings import key_paths
-from supertuner.config.sources.environment import SETTING_BY_VARIABLE
+from supertuner.config.settings.data import DatasetSettings
+from supertuner.config.settings.run_config import RunConfig, json_schema
 from supertuner.config.settings.values import format_value
+from supertuner.config.sources.environment import SETTING_BY_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs/configuration.md"
@@ -43,17 +42,17 @@ def test_defaults_pass_their_own_checks():
 
 
 def rows() -> list[str]:
-    """The line of the docs for every setting: name, default, description."""
+    """The line of the docs for each setting: name, default, description."""
     schema = json_schema()
-    found = []
+    lines = []
     for name, block in key_paths.blocks().items():
         properties = schema["$defs"].get(block.__name__, schema)["properties"]
         for field in key_paths.names_in_block(name):
             if f"{name}.{field}".lstrip(".") in key_paths.settings():
                 default = properties[field].get("default")
                 text = "" if default is None else f"`{format_value(default)}`"
-                found.append(f"| `{field}` | {text} | {' '.join(properties[field]['description'].split())} |")
-    return found
+                lines.append(f"| `{field}` | {text} | {' '.join(properties[field]['description'].split())} |")
+    return lines
 
 
 def test_the_docs_describe_every_setting_as_the_schema_does():
@@ -61,19 +60,19 @@ def test_the_docs_describe_every_setting_as_the_schema_does():
     assert [row for row in rows() if row not in lines] == []
 
 
-def test_the_docs_have_no_setting_that_is_not_there():
+def test_the_docs_have_no_setting_that_does_not_exist():
     section = DOCS.read_text().split("## All settings")[1]
     known = rows()
     assert [line for line in section.splitlines() if line.startswith("| `") and line not in known] == []
 
 
-def test_the_docs_say_what_every_variable_gives():
+def test_the_docs_list_every_variable_with_its_setting():
     text = DOCS.read_text()
     for variable, setting in SETTING_BY_VARIABLE.items():
         assert re.search(rf"\| `{variable}` \| `{re.escape(setting)}` \|", text), variable
 
 
-def test_the_docs_name_every_foreign_key_that_has_an_effect():
+def test_the_docs_list_every_dialect_key_that_has_an_effect():
     text = DOCS.read_text()
     missing = [row.key for row in (*RUN_KEYS, *DATASET_KEYS) if row.convert and f"`{row.key}`" not in text]
     missing += [name for name in inherited_keys() if f"`{name}`" not in text]

@@ -1,4 +1,4 @@
-"""The samples of the seeds validate as written and mean what their text says. Their paths are not on this machine."""
+"""The samples in the GH200 forks' documents validate unchanged and mean what the documents say."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ import pytest
 
 from supertuner.config.sources.load import load_config
 
-SEEDS = Path(__file__).parent / "fork_documents"
+DOCUMENTS = Path(__file__).parent / "fork_documents"
 SHIPPED = Path(__file__).parents[2] / "examples/gh200_in_memory_example.json"
 
 
-def snippets(seed: str) -> list[tuple[str, str]]:
-    """The fenced samples of a seed: language and text."""
-    found = re.findall(r"^ *```(json|yaml)\n(.*?)^ *```", (SEEDS / f"{seed}.md").read_text(), flags=re.S | re.M)
-    return [(language, dedent(text)) for language, text in found]
+def snippets(document: str) -> list[tuple[str, str]]:
+    """The fenced samples of a document: (language, text)."""
+    samples = re.findall(
+        r"^ *```(json|yaml)\n(.*?)^ *```", (DOCUMENTS / f"{document}.md").read_text(), flags=re.S | re.M
+    )
+    return [(language, dedent(text)) for language, text in samples]
 
 
 def as_file(text: str, language: str) -> str:
-    """A fragment of a file as a file: members get their braces, a dataset its list."""
+    """Complete a fragment to a file: add braces around members, and a list around a dataset."""
     if language == "json" and text.startswith('"'):
         return "{" + text + "}"
     if language == "json" and text.startswith('{\n  "id"'):
@@ -31,12 +33,12 @@ def as_file(text: str, language: str) -> str:
     return text
 
 
-ALL = [(seed, i) for seed in ("000", "001", "003") for i in range(len(snippets(seed)))]
+ALL = [(document, i) for document in ("000", "001", "003") for i in range(len(snippets(document)))]
 
 
-@pytest.mark.parametrize(("seed", "index"), ALL)
-def test_every_sample_validates_as_written(load_text, seed, index):
-    language, text = snippets(seed)[index]
+@pytest.mark.parametrize(("document", "index"), ALL)
+def test_every_sample_validates_unchanged(load_text, document, index):
+    language, text = snippets(document)[index]
     load_text(as_file(text, language), f"run.{language}")
 
 
@@ -44,7 +46,7 @@ def test_all_six_samples_were_found():
     assert len(ALL) == 6
 
 
-def test_the_samples_of_seed_001_say_what_its_text_says(load_text):
+def test_the_samples_of_document_001_mean_what_its_text_says(load_text):
     (_, blocks), (_, dataset) = snippets("001")
     config = load_text(as_file(blocks, "json")).config
     assert (config.cache_config.vae_cache_type, config.cache_config.persistent_cache) == ("unified_memory", True)
@@ -53,8 +55,8 @@ def test_the_samples_of_seed_001_say_what_its_text_says(load_text):
     assert (first.id, first.type, first.in_memory.compression) == ("train_images", "in_memory", "lz4")
 
 
-def test_the_steps_of_seed_002_make_a_valid_file(load_text):
-    text = (SEEDS / "002.md").read_text()
+def test_the_steps_of_document_002_make_a_valid_file(load_text):
+    text = (DOCUMENTS / "002.md").read_text()
     block, cache, trainer = (
         re.search(rf'`("{k}": .*?)`', text)[1] for k in ("data_backend", "cache_config", "use_gh200_trainer")
     )
@@ -66,7 +68,7 @@ def test_the_steps_of_seed_002_make_a_valid_file(load_text):
     assert (ramp.enable_batch_size_rampup, ramp.initial_effective_batch_size, ramp.enable_uvm_hints) == (True, 4, True)
 
 
-def test_the_yaml_of_seed_003_reads_rates_as_numbers_and_caches_on_disk(load_text):
+def test_the_yaml_of_document_003_has_numeric_rates_and_a_cache_on_disk(load_text):
     loaded = load_text(snippets("003")[0][1], "run.yaml")
     optimizer = loaded.config.optimizer
     assert (optimizer.name, optimizer.high_noise_lr_bump, optimizer.low_noise_max_lr) == ("automagic", 1e-6, 5e-4)
@@ -76,7 +78,7 @@ def test_the_yaml_of_seed_003_reads_rates_as_numbers_and_caches_on_disk(load_tex
     assert any("nothing to stage" in note.message for note in loaded.notes)
 
 
-def test_the_shipped_example_is_that_of_the_seeds_with_a_tiny_model_and_data_that_are_here():
+def test_the_shipped_example_is_that_of_the_forks_with_a_tiny_model_and_shipped_data():
     shipped = load_config(SHIPPED, environ={})
     dataset, config = shipped.config.datasets[0], shipped.config
     assert (dataset.id, dataset.type, dataset.dataset_type) == ("train_images", "in_memory", "image")
@@ -103,6 +105,6 @@ def test_its_pictures_are_small_and_each_has_a_caption():
 
 
 def load_members(text: str) -> dict[str, dict[str, Any]]:
-    """The members of an object that is written without its braces."""
+    """The members of an object that is written without braces."""
     members: dict[str, dict[str, Any]] = json.loads("{" + text + "}")
     return members

@@ -1,4 +1,4 @@
-"""What is written durably is whole at every moment, whoever is killed and whenever."""
+"""A durably written file is complete at any moment, even if its writer is killed."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ for turn in range(10**9):
 """
 
 
-def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_a_file_is_replaced_and_no_temporary_file_remains(tmp_path: Path) -> None:
     durable.write_text(tmp_path / "a.txt", "old")
     durable.write_text(tmp_path / "a.txt", "new ✓")
     assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "new ✓"
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
-    path, chance = tmp_path / "state.bin", random.Random(0)
+def test_a_writer_killed_at_any_moment_leaves_a_complete_file(tmp_path: Path) -> None:
+    path, rng = tmp_path / "state.bin", random.Random(0)
     for _ in range(12):
         child = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(path)], stdout=subprocess.PIPE)
         assert child.stdout is not None
         assert child.stdout.readline() == b"begun\n"
-        time.sleep(chance.uniform(0, 0.01))
+        time.sleep(rng.uniform(0, 0.01))
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
@@ -48,7 +48,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> No
         assert len(content) == 300_000 and len(set(content)) == 1
 
 
-def test_a_write_that_fails_keeps_the_old_file_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file_and_no_temporary_file_remains(tmp_path: Path) -> None:
     durable.write_json(tmp_path / "a.json", {"n": 1})
     with pytest.raises(ValueError):
         durable.write_json(tmp_path / "a.json", {"n": float("nan")})
@@ -58,13 +58,13 @@ def test_a_write_that_fails_keeps_the_old_file_and_leaves_nothing(tmp_path: Path
     assert os.listdir(tmp_path) == ["a.json"]
 
 
-def test_a_name_that_is_not_utf8_is_read_back_as_it_was(tmp_path: Path) -> None:
+def test_a_name_that_is_not_utf8_is_read_back_unchanged(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9 \\udce9")
     durable.write_json(tmp_path / "a.json", [name, "café ✓"])
     assert json.loads((tmp_path / "a.json").read_bytes()) == [name, "café ✓"]
 
 
-def test_a_path_that_leaves_its_root_is_not_inside(tmp_path: Path) -> None:
+def test_a_path_that_leaves_its_root_is_rejected(tmp_path: Path) -> None:
     root = tmp_path / "root"
     (root / "below").mkdir(parents=True)
     (tmp_path / "secret").write_text("")

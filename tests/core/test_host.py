@@ -1,4 +1,4 @@
-"""What a machine grants, told by files: containers of both kinds, nested limits, and facts that are unknown."""
+"""Host facts from kernel files: cgroups of both versions, nested limits, and unknown facts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def meminfo(total: int, available: int) -> str:
     return f"MemTotal:       {total // KIB} kB\nMemFree:  1 kB\nMemAvailable:   {available // KIB} kB\n"
 
 
-def test_a_machine_without_containers_grants_what_meminfo_says(tmp_path: Path) -> None:
+def test_without_a_container_the_memory_is_that_of_meminfo(tmp_path: Path) -> None:
     host = machine(tmp_path, {"proc/meminfo": meminfo(480 * GIB, 400 * GIB), "proc/self/cgroup": "0::/\n"})
     assert host.memory_total() == 480 * GIB
     assert host.memory_available() == 400 * GIB
     assert host.cpus() == len(os.sched_getaffinity(0))
 
 
-def test_a_version_2_container_grants_its_limit_and_what_it_has_left(tmp_path: Path) -> None:
+def test_a_version_2_cgroup_limits_total_and_available_memory(tmp_path: Path) -> None:
     host = machine(
         tmp_path,
         {
@@ -42,10 +42,10 @@ def test_a_version_2_container_grants_its_limit_and_what_it_has_left(tmp_path: P
         },
     )
     assert host.memory_total() == 64 * GIB
-    assert host.memory_available() == 48 * GIB, "file cache that the kernel gives back is not used memory"
+    assert host.memory_available() == 48 * GIB, "reclaimable file cache does not count as used"
 
 
-def test_the_tightest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
+def test_the_lowest_limit_among_the_ancestors_counts(tmp_path: Path) -> None:
     host = machine(
         tmp_path,
         {
@@ -60,7 +60,7 @@ def test_the_tightest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
     assert host.memory_available() == 31 * GIB
 
 
-def test_a_version_1_container_grants_its_limit(tmp_path: Path) -> None:
+def test_a_version_1_cgroup_limits_total_and_available_memory(tmp_path: Path) -> None:
     host = machine(
         tmp_path,
         {
@@ -75,7 +75,7 @@ def test_a_version_1_container_grants_its_limit(tmp_path: Path) -> None:
     assert host.memory_available() == 12 * GIB
 
 
-def test_no_limit_in_version_1_is_a_huge_number_and_means_none(tmp_path: Path) -> None:
+def test_the_huge_number_for_no_limit_in_version_1_means_no_limit(tmp_path: Path) -> None:
     host = machine(
         tmp_path,
         {
@@ -89,7 +89,7 @@ def test_no_limit_in_version_1_is_a_huge_number_and_means_none(tmp_path: Path) -
     assert host.memory_available() == 5 * GIB
 
 
-def test_a_container_that_is_full_has_nothing_left_not_less(tmp_path: Path) -> None:
+def test_a_full_container_has_zero_available_memory(tmp_path: Path) -> None:
     host = machine(
         tmp_path,
         {
@@ -102,14 +102,14 @@ def test_a_container_that_is_full_has_nothing_left_not_less(tmp_path: Path) -> N
     assert host.memory_available() == 0
 
 
-def test_what_cannot_be_read_is_unknown_not_zero(tmp_path: Path) -> None:
+def test_facts_that_cannot_be_read_are_none(tmp_path: Path) -> None:
     host = HostFacts(tmp_path)
     assert host.memory_total() is None
     assert host.memory_available() is None
     assert host.cpus() >= 1
 
 
-def test_a_limit_whose_use_is_unknown_leaves_meminfo_to_decide(tmp_path: Path) -> None:
+def test_with_a_limit_but_unknown_usage_the_available_memory_is_that_of_meminfo(tmp_path: Path) -> None:
     host = machine(
         tmp_path,
         {
@@ -141,7 +141,7 @@ def test_a_quota_of_one_cpu_or_less_is_one_cpu(tmp_path: Path, cgroup: str, file
     assert machine(tmp_path, {"proc/self/cgroup": cgroup, **files}).cpus() == 1
 
 
-def test_no_quota_grants_every_cpu_of_the_affinity_mask(tmp_path: Path) -> None:
+def test_without_a_quota_all_cpus_of_the_affinity_mask_count(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "3:cpu:/job\n0::/job\n",
         "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "-1\n",
@@ -151,7 +151,7 @@ def test_no_quota_grants_every_cpu_of_the_affinity_mask(tmp_path: Path) -> None:
     assert machine(tmp_path, files).cpus() == len(os.sched_getaffinity(0))
 
 
-def test_this_machine_answers_sensibly(tmp_path: Path) -> None:
+def test_the_facts_of_this_machine_are_plausible(tmp_path: Path) -> None:
     host = HostFacts()
     total, available = host.memory_total(), host.memory_available()
     assert total is not None and available is not None

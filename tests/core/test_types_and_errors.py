@@ -1,4 +1,4 @@
-"""Sizes read well, and errors carry what a person needs: place, value, remedy, exit code."""
+"""Formats of sizes, and errors with path, value, remedy and exit code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_configuration_error_lists_every_problem_and_counts_them() -> None:
     assert str(ConfigError("x", problems[:1])).endswith("1 error; nothing was started")
 
 
-def test_damage_names_the_file_and_says_what_to_do() -> None:
+def test_an_error_about_damage_names_the_file_and_the_remedy() -> None:
     assert str(ArenaDamagedError("/dev/shm/x/index", "bit 3 is flipped")) == (
         "/dev/shm/x/index: bit 3 is flipped; remove it with `supertuner arena rm` and stage again"
     )
@@ -55,17 +55,17 @@ def test_the_tree_in_the_docstring_is_the_tree_of_the_classes() -> None:
     assert sorted(drawn) == sorted(c.__name__ for c in classes)
 
 
-def test_a_sink_in_front_of_several_reaches_them_all_in_order() -> None:
-    class Kept:
+def test_a_tee_sink_passes_events_to_all_sinks_in_order() -> None:
+    class RecordedSink:
         def __init__(self) -> None:
             self.events: list[Event] = []
 
         def emit(self, event: Event, /) -> None:
             self.events.append(event)
 
-    first, second = Kept(), Kept()
-    together = TeeSink(first, NullSink(), second)
-    said: list[Event] = [WarningEvent("a", "b"), DecisionEvent("c", 1, "d")]
-    for event in said:
-        together.emit(event)
-    assert first.events == second.events == said
+    first, second = RecordedSink(), RecordedSink()
+    tee = TeeSink(first, NullSink(), second)
+    events: list[Event] = [WarningEvent("a", "b"), DecisionEvent("c", 1, "d")]
+    for event in events:
+        tee.emit(event)
+    assert first.events == second.events == events

@@ -1,4 +1,4 @@
-"""Staging killed at random moments, again and again; shared by the default suite and by `make torture`."""
+"""Kills staging processes at random moments; used by the default suite and by `make torture`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.data.staging import contents, dataset, names, stager
 
 
 def stage_in_child(folder: Path, home: Path) -> int:
-    """The process id of a child that stages `folder`, from the first moment on."""
+    """Fork a child that stages `folder` immediately; returns its process id."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests are idle
         pid = os.fork()
@@ -29,7 +29,10 @@ def stage_in_child(folder: Path, home: Path) -> int:
 
 
 def kill_stagers(folder: Path, home: Path, times: int, seed: int) -> int:
-    """Kill `times` stagers at random microseconds; how many died before they were done. Checks the home after each."""
+    """Kill `times` staging processes at random moments and check the home after each.
+
+    Returns how many were killed before they were done.
+    """
     expected = {path.stem: path.read_bytes() for path in folder.glob("*.jpg")}
     usual_s = _usual_seconds(folder, home)
     rng = random.Random(seed)
@@ -40,20 +43,20 @@ def kill_stagers(folder: Path, home: Path, times: int, seed: int) -> int:
         os.kill(pid, signal.SIGKILL)
         died += os.waitpid(pid, 0)[1] != 0
         result = stager(home).stage(dataset(folder))
-        assert {key: found[0] for key, found in contents(home, result.arena).items()} == expected
-        assert names(home) == [result.arena], "remains of the killed one"
+        assert {key: stored[0] for key, stored in contents(home, result.arena).items()} == expected
+        assert names(home) == [result.arena], "leftovers of the killed process"
         ArenaHome(home).remove(result.arena)
     assert names(home) == []
     return died
 
 
 def _usual_seconds(folder: Path, home: Path) -> float:
-    """The shortest of three: the first is cold, and on a busy machine any one may take much longer than the next."""
-    taken = []
+    """The shortest of three runs: the first has cold caches, and on a busy machine any run may take much longer."""
+    durations = []
     for _ in range(3):
         began = time.perf_counter()
         os.waitpid(stage_in_child(folder, home), 0)
-        taken.append(time.perf_counter() - began)
+        durations.append(time.perf_counter() - began)
         for name in names(home):
             ArenaHome(home).remove(name)
-    return min(taken)
+    return min(durations)

@@ -1,4 +1,4 @@
-"""Small real media files of every kind, made in memory, for the tests of this folder."""
+"""Creates small real media files of every kind in memory, for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMATS = {"jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
 def picture(
     format: str = "jpeg", size: tuple[int, int] = (64, 48), seed: int = 0, orientation: int = 1, **save
 ) -> bytes:
-    """An encoded picture of noise (so that every seed gives other bytes)."""
+    """An encoded image of noise, so that every seed gives different bytes."""
     pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
     if orientation != 1:
         exif = Image.Exif()
@@ -56,7 +56,7 @@ def sound(format: str = "wav", seconds: float = 0.5, rate: int = 16_000, channel
 
 
 def png_claiming(width: int, height: int) -> bytes:
-    """A PNG of a few bytes whose header promises a huge picture."""
+    """A PNG of a few bytes whose header claims this size."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))

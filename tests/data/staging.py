@@ -1,4 +1,4 @@
-"""What tests of staging share: a home, a stager that remembers what it was told, and a machine described by files."""
+"""Helpers for tests of staging: a sink that records, a stager, and a host described by files."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from supertuner.data.staging.stager import DatasetStager
 
 
 class RecordingSink(NullSink):
-    """A sink and progress that keep everything; `when` is called as a phase begins, to change the world in between."""
+    """A sink and progress that record everything. `on_phase` is called when a phase begins, e.g. to change files."""
 
-    def __init__(self, when: Callable[[str], None] = lambda title: None) -> None:
+    def __init__(self, on_phase: Callable[[str], None] = lambda title: None) -> None:
         self.events: list[Event] = []
         self.phases: list[tuple[str, int, int]] = []
-        self._when = when
+        self._on_phase = on_phase
 
     def emit(self, event: Event, /) -> None:
         self.events.append(event)
 
     def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> ProgressPhase:
         self.phases.append((title, items, nbytes))
-        self._when(title)
+        self._on_phase(title)
         return super().phase(title)
 
     def set_aside(self) -> dict[str, str]:
@@ -37,7 +37,7 @@ class RecordingSink(NullSink):
     def warnings(self) -> str:
         return "\n".join(f"{event.what} {event.message}" for event in self.events if isinstance(event, WarningEvent))
 
-    def decided(self) -> dict[str, object]:
+    def decisions(self) -> dict[str, object]:
         return {event.what: event.value for event in self.events if isinstance(event, DecisionEvent)}
 
 
@@ -51,18 +51,18 @@ def stager(home: Path, sink: RecordingSink | None = None, host: HostFacts | None
 
 
 def contents(home: Path, arena: str) -> dict[str, tuple[bytes, tuple[str, ...]]]:
-    """Everything staged: bytes and captions by key."""
+    """Key → bytes and captions of every staged sample."""
     with StagedDataset.open(ArenaHome(home), arena) as staged:
         return {staged.key(i): (bytes(staged.media(i)), staged.captions(i)) for i in range(len(staged))}
 
 
 def names(home: Path) -> list[str]:
-    """What lies in a home, remains included, beside the mark that makes it one."""
+    """All files in a home except its marker, including leftovers."""
     return sorted(name for name in os.listdir(home) if name != HOME_MARKER) if home.exists() else []
 
 
 def machine(root: Path, *, total: int, available: int, tmpfs: Path, cgroup: int | None = None) -> HostFacts:
-    """A host with that memory, on which `tmpfs` is one."""
+    """A host with this memory, on which the folder `tmpfs` is a tmpfs."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: {total // 1024} kB\nMemAvailable: {available // 1024} kB\n")
     (root / "proc/self/mountinfo").write_text(

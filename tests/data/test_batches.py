@@ -1,4 +1,4 @@
-"""Batches from real staged files: the same whatever the threads, with the sample named where one is broken."""
+"""Batches of real staged files: equal for any number of threads, with an error that names a broken sample."""
 
 from __future__ import annotations
 
@@ -19,14 +19,11 @@ from supertuner.config.settings.data import (
     AugmentSettings,
     CaptionSettings,
     DatasetSettings,
-    LoaderSettings,
 )
 from supertuner.core.errors import ArenaDamagedError, BrokenMediaError
-from supertuner.core.events import DecisionEvent
-from supertuner.core.host import HostFacts
 from supertuner.core.types import MediaKind
 from supertuner.data.batching.decoder_pool import DecodedBatch, DecoderPool, single_threaded_torch_pool
-from supertuner.data.batching.prefetch import BatchPrefetcher, open_prefetcher
+from supertuner.data.batching.prefetch import BatchPrefetcher
 from supertuner.data.batching.render import render_sample
 from supertuner.data.corpus import Corpus, build_corpus
 from supertuner.data.ordering.bucket_members import assign_buckets, bucket_arena_name, shared_bucket_members
@@ -37,9 +34,9 @@ from supertuner.tools.sample_data import make_sample_data
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    made = tmp_path_factory.mktemp("sample")
-    make_sample_data(made, images=15, videos=4, sounds=4)
-    return made
+    folder = tmp_path_factory.mktemp("sample")
+    make_sample_data(folder, images=15, videos=4, sounds=4)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +92,9 @@ def decode_all(corpus: Corpus, threads: int, ahead: int) -> list[DecodedBatch]:
         return list(batches)
 
 
-def same(one: DecodedBatch, other: DecodedBatch) -> bool:
-    facts = [(b.bucket, b.captions, b.sample_keys, b.dataset_indices, b.positions, b.cycles) for b in (one, other)]
-    return facts[0] == facts[1] and torch.equal(one.media, other.media)
+def same(left: DecodedBatch, right: DecodedBatch) -> bool:
+    fields = [(b.bucket, b.captions, b.sample_keys, b.dataset_indices, b.positions, b.cycles) for b in (left, right)]
+    return fields[0] == fields[1] and torch.equal(left.media, right.media)
 
 
 def test_an_epoch_has_every_sample_once_in_the_shape_of_its_bucket(corpus):
@@ -110,42 +107,42 @@ def test_an_epoch_has_every_sample_once_in_the_shape_of_its_bucket(corpus):
     assert len(seen) == 23 and set(seen.values()) == {1}
 
 
-def test_batches_are_the_same_whatever_the_threads_and_how_far_ahead(corpus):
-    alone, crowd = decode_all(corpus, 1, 0), decode_all(corpus, 5, 4)
-    assert len(alone) == len(crowd) and all(map(same, alone, crowd))
+def test_batches_do_not_depend_on_the_number_of_threads_or_batches_ahead(corpus):
+    single, parallel = decode_all(corpus, 1, 0), decode_all(corpus, 5, 4)
+    assert len(single) == len(parallel) and all(map(same, single, parallel))
 
 
-def test_a_sample_is_the_same_in_whatever_batch_it_comes(corpus):
-    whole = {p: row for b in decode_all(corpus, 2, 1) for p, row in zip(b.positions, b.media, strict=True)}
+def test_a_sample_does_not_depend_on_its_batch(corpus):
+    by_position = {p: row for b in decode_all(corpus, 2, 1) for p, row in zip(b.positions, b.media, strict=True)}
     with DecoderPool(corpus, 2) as decoders:
         for micro in plan(corpus, begin=2):
             batch = decoders.decode(micro)
             for position, row in zip(batch.positions, batch.media, strict=True):
-                assert torch.equal(row, whole[position])
+                assert torch.equal(row, by_position[position])
 
 
-def test_another_epoch_changes_crops_and_captions_and_another_order_does_not(corpus):
-    part = corpus.parts[0]
-    bucket = part.members.buckets[0]
-    sample = int(part.members.of(0)[0])
+def test_a_sample_differs_between_cycles_and_repeats_within_one(corpus):
+    dataset = corpus.datasets[0]
+    bucket = dataset.members.buckets[0]
+    sample = int(dataset.members.samples_in(0)[0])
     rows = [torch.empty(bucket.shape, dtype=torch.uint8) for _ in range(4)]
-    for turn, row in zip((0, 1, 2, 0), rows, strict=True):
-        render_sample(corpus.seed, part, sample, turn, bucket, row)
+    for cycle, row in zip((0, 1, 2, 0), rows, strict=True):
+        render_sample(corpus.seed, dataset, sample, cycle, bucket, row)
     assert torch.equal(rows[0], rows[3])
     assert not torch.equal(rows[0], rows[1]) and not torch.equal(rows[1], rows[2])
 
 
-def test_all_frames_of_a_clip_get_the_same_change(folder, corpus):
-    """The ground of a drawn clip does not move: its colour must stay the same from frame to frame."""
-    part = corpus.parts[1]
-    for place, bucket in enumerate(part.members.buckets):
+def test_all_frames_of_a_clip_get_the_same_augmentation(corpus):
+    """The background of a sample clip does not move, so its colour must be equal in all frames."""
+    dataset = corpus.datasets[1]
+    for number, bucket in enumerate(dataset.members.buckets):
         row = torch.empty(bucket.shape, dtype=torch.uint8)
-        render_sample(corpus.seed, part, int(part.members.of(place)[0]), 0, bucket, row)
-        ground = row[:, :, 1, 1].float()
-        assert (ground - ground[:, :1]).abs().max() <= 6
+        render_sample(corpus.seed, dataset, int(dataset.members.samples_in(number)[0]), 0, bucket, row)
+        background = row[:, :, 1, 1].float()
+        assert (background - background[:, :1]).abs().max() <= 6
 
 
-def test_the_source_folder_may_go_once_it_is_staged(folder, tmp_path):
+def test_batches_do_not_need_the_source_folder_after_staging(tmp_path):
     moved = tmp_path / "moved"
     moved.mkdir()
     make_sample_data(moved, images=3, videos=1, sounds=1)
@@ -155,7 +152,7 @@ def test_the_source_folder_may_go_once_it_is_staged(folder, tmp_path):
 
 
 class TruncatedSamples:
-    """A staged dataset, one of whose samples has other bytes."""
+    """A staged dataset with one truncated sample."""
 
     def __init__(self, samples, broken: int) -> None:
         self._samples, self._broken = samples, broken
@@ -171,22 +168,22 @@ class TruncatedSamples:
         return content[: len(content) // 2] if i == self._broken else content
 
 
-def test_a_broken_sample_is_named_where_its_batch_is_asked_for_and_not_before(corpus):
-    part = corpus.parts[0]
-    damaged = build_corpus([(part.settings, TruncatedSamples(part.samples, 6))], seed=7, batch_size=3)
+def test_a_broken_sample_raises_an_error_when_its_batch_is_requested(corpus):
+    dataset = corpus.datasets[0]
+    damaged = build_corpus([(dataset.settings, TruncatedSamples(dataset.samples, 6))], seed=7, batch_size=3)
     micros = plan(damaged)
-    guilty = next(n for n, micro in enumerate(micros) if 6 in micro.draws.sample)
+    broken_batch = next(n for n, micro in enumerate(micros) if 6 in micro.draws.sample)
     with DecoderPool(damaged, 2) as decoders, BatchPrefetcher(decoders, micros, batches_ahead=len(micros)) as batches:
-        for _ in range(guilty):
+        for _ in range(broken_batch):
             next(batches)
-        with pytest.raises(BrokenMediaError, match=rf"datasets\[images\], sample '{part.samples.key(6)}'"):
+        with pytest.raises(BrokenMediaError, match=rf"datasets\[images\], sample '{dataset.samples.key(6)}'"):
             next(batches)
         with pytest.raises(StopIteration):
             next(batches)
 
 
 class DamagedArenaSamples(TruncatedSamples):
-    """A staged dataset whose arena is damaged under one of its samples."""
+    """A staged dataset whose arena is damaged at one sample."""
 
     def media(self, i: int) -> memoryview:
         if i == self._broken:
@@ -194,37 +191,37 @@ class DamagedArenaSamples(TruncatedSamples):
         return self._samples.media(i)
 
 
-def test_a_damaged_arena_is_not_blamed_on_the_file(corpus):
-    part = corpus.parts[0]
-    rotten = build_corpus([(part.settings, DamagedArenaSamples(part.samples, 6))], seed=7, batch_size=3)
-    with DecoderPool(rotten, 2) as decoders, pytest.raises(ArenaDamagedError, match="checksum"):
-        list(BatchPrefetcher(decoders, plan(rotten), 1))
+def test_a_damaged_arena_is_not_reported_as_a_broken_file(corpus):
+    dataset = corpus.datasets[0]
+    damaged = build_corpus([(dataset.settings, DamagedArenaSamples(dataset.samples, 6))], seed=7, batch_size=3)
+    with DecoderPool(damaged, 2) as decoders, pytest.raises(ArenaDamagedError, match="checksum"):
+        list(BatchPrefetcher(decoders, plan(damaged), 1))
 
 
 class CountingPlan:
-    """A plan that counts how much of it was taken."""
+    """Micro-batches that count how many were consumed."""
 
     def __init__(self, micros: list[MicroBatch]) -> None:
-        self.taken, self._micros = 0, micros
+        self.consumed, self._micros = 0, micros
 
     def __iter__(self):
         for micro in self._micros:
-            self.taken += 1
+            self.consumed += 1
             yield micro
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_no_more_batches_are_begun_than_asked_for_and_allowed_ahead(corpus, ahead):
+def test_no_more_batches_are_started_than_requested_and_allowed_ahead(corpus, ahead):
     watched = CountingPlan(plan(corpus))
     with DecoderPool(corpus, 2) as decoders, BatchPrefetcher(decoders, watched, ahead) as batches:
-        assert watched.taken == ahead
-        for asked in range(1, 4):
+        assert watched.consumed == ahead
+        for requested in range(1, 4):
             next(batches)
             time.sleep(0.01)
-            assert watched.taken == asked + ahead
+            assert watched.consumed == requested + ahead
 
 
-def test_while_a_batch_is_used_the_next_ones_are_made(corpus):
+def test_the_next_batches_are_decoded_while_one_is_used(corpus):
     with DecoderPool(corpus, 2) as decoders, BatchPrefetcher(decoders, plan(corpus), 2) as batches:
         next(batches)
         deadline = time.monotonic() + 20
@@ -234,26 +231,11 @@ def test_while_a_batch_is_used_the_next_ones_are_made(corpus):
         assert len(batches._pending) == 2
 
 
-def test_the_loaders_settings_are_obeyed_and_the_choice_of_threads_is_told(corpus):
-    told: list[object] = []
-
-    class Ear:
-        def emit(self, event, /) -> None:
-            told.append(event)
-
-    watched = CountingPlan(plan(corpus))
-    settings = LoaderSettings(prefetch_batches=3, num_workers=2)
-    with open_prefetcher(corpus, watched, settings, host=HostFacts(), sink=Ear()) as batches:
-        assert watched.taken == 3 and len(decode_threads()) == 2
-        assert sum(len(batch) for batch in batches) == 23
-    assert decode_threads() == [] and told == [DecisionEvent("loader.num_workers", 2, "as configured")]
-
-
 def decode_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("decode")]
 
 
-def test_no_thread_is_left_when_the_consumer_raises(corpus):
+def test_no_thread_remains_when_the_consumer_raises(corpus):
     with (
         pytest.raises(KeyError),
         DecoderPool(corpus, 3) as decoders,
@@ -264,7 +246,7 @@ def test_no_thread_is_left_when_the_consumer_raises(corpus):
     assert decode_threads() == []
 
 
-def test_no_thread_is_left_when_the_consumer_walks_away(corpus):
+def test_no_thread_remains_when_the_consumer_drops_its_references(corpus):
     decoders = DecoderPool(corpus, 3)
     batches = BatchPrefetcher(decoders, plan(corpus), 3)
     next(batches)
@@ -276,62 +258,64 @@ def test_no_thread_is_left_when_the_consumer_walks_away(corpus):
         time.sleep(0.01)
 
 
-def test_torch_computes_alone_in_decoders_and_as_before_elsewhere():
+def test_torch_uses_one_thread_in_decoders_and_the_same_number_elsewhere():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         pool = single_threaded_torch_pool(3)
         try:
             inside = [pool.submit(torch.get_num_threads).result() for _ in range(6)]
-            elsewhere: list[int] = []
-            fresh = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
-            fresh.start()
-            fresh.join()
-            assert inside == [1] * 6 and elsewhere == [2] and torch.get_num_threads() == 2
+            outside: list[int] = []
+            thread = threading.Thread(target=lambda: outside.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+            assert inside == [1] * 6 and outside == [2] and torch.get_num_threads() == 2
         finally:
             pool.shutdown()
     finally:
         torch.set_num_threads(before)
 
 
-def test_a_large_datasets_buckets_are_shared_through_an_arena_and_found_again(corpus, tmp_path):
+def test_the_bucket_table_of_a_large_dataset_is_shared_through_an_arena(corpus, tmp_path):
     home = ArenaHome(tmp_path / "home")
-    for part in corpus.parts:
-        own = assign_buckets(part.settings, part.samples)
+    for dataset in corpus.datasets:
+        computed = assign_buckets(dataset.settings, dataset.samples)
         for _ in range(2):
-            shared = shared_bucket_members(part.settings, part.samples, home, shared_min_entries=1)
-            assert shared.buckets == own.buckets
-            for column in ("begins", "samples", "left_out"):
-                assert np.array_equal(getattr(shared, column), getattr(own, column))
+            shared = shared_bucket_members(dataset.settings, dataset.samples, home, shared_min_entries=1)
+            assert shared.buckets == computed.buckets
+            for column in ("offsets", "samples", "unassigned"):
+                assert np.array_equal(getattr(shared, column), getattr(computed, column))
             assert not shared.samples.flags.writeable
-    assert len(home.list_arenas()) == len(corpus.parts)
+    assert len(home.list_arenas()) == len(corpus.datasets)
 
 
-def test_the_table_of_buckets_is_another_one_when_a_rule_of_buckets_changes(corpus):
-    part = corpus.parts[0]
+def test_the_name_of_the_bucket_arena_changes_with_the_bucket_settings(corpus):
+    dataset = corpus.datasets[0]
     names = {
-        bucket_arena_name(part.settings.model_copy(update=update), part.samples)
+        bucket_arena_name(dataset.settings.model_copy(update=update), dataset.samples)
         for update in ({}, {"resolution": (256,)}, {"bucket_step": 16}, {"upscale": False}, {"max_aspect_ratio": 3.0})
     }
-    same_name = bucket_arena_name(part.settings.model_copy(update={"repeats": 9}), part.samples)
+    same_name = bucket_arena_name(dataset.settings.model_copy(update={"repeats": 9}), dataset.samples)
     assert len(names) == 5 and same_name in names
 
 
-def test_every_sample_is_a_member_once_or_left_out_with_its_reason(corpus):
-    part = corpus.parts[1]
-    strict = part.settings.model_copy(update={"frames": (25,)})
-    members = assign_buckets(strict, part.samples)
-    together = sorted([*members.samples.tolist(), *members.unassigned.tolist()])
-    assert together == list(range(len(part.samples))) and 0 < len(members.unassigned) < len(part.samples)
-    reduced = build_corpus([(strict, part.samples)], seed=0, batch_size=1)
-    told = list(reduced.datasets[0].unassigned_samples())
-    assert len(told) == len(members.unassigned) and all("20 frames" in one.reason for one in told)
+def test_every_sample_has_a_bucket_or_a_reason(corpus):
+    dataset = corpus.datasets[1]
+    strict = dataset.settings.model_copy(update={"frames": (25,)})
+    members = assign_buckets(strict, dataset.samples)
+    all_samples = sorted([*members.samples.tolist(), *members.unassigned.tolist()])
+    assert all_samples == list(range(len(dataset.samples))) and 0 < len(members.unassigned) < len(dataset.samples)
+    reduced = build_corpus([(strict, dataset.samples)], seed=0, batch_size=1)
+    events = list(reduced.datasets[0].unassigned_samples())
+    assert len(events) == len(members.unassigned) and all("20 frames" in event.reason for event in events)
 
 
-def test_each_resolution_gives_each_sample_an_entry(corpus):
-    part = corpus.parts[0]
-    both = part.settings.model_copy(update={"resolution": (96, 128), "resolution_mode": "each"})
-    members = assign_buckets(both, part.samples)
-    assert Counter(members.samples.tolist()) == {n: 2 for n in range(len(part.samples))}
-    near = part.settings.model_copy(update={"resolution": (127, 128), "resolution_mode": "each"})
-    assert Counter(assign_buckets(near, part.samples).samples.tolist()) == {n: 1 for n in range(len(part.samples))}
+def test_resolution_mode_each_uses_each_sample_at_every_resolution(corpus):
+    dataset = corpus.datasets[0]
+    both = dataset.settings.model_copy(update={"resolution": (96, 128), "resolution_mode": "each"})
+    members = assign_buckets(both, dataset.samples)
+    assert Counter(members.samples.tolist()) == {n: 2 for n in range(len(dataset.samples))}
+    near = dataset.settings.model_copy(update={"resolution": (127, 128), "resolution_mode": "each"})
+    assert Counter(assign_buckets(near, dataset.samples).samples.tolist()) == {
+        n: 1 for n in range(len(dataset.samples))
+    }

@@ -1,4 +1,4 @@
-"""Pictures decode to what a viewer shows, whatever their format; damaged bytes are a BrokenMedia and nothing else."""
+"""Images of all formats decode to what a viewer shows; damaged bytes raise only BrokenMediaError."""
 
 from __future__ import annotations
 
@@ -49,13 +49,15 @@ def test_jpeg_of_every_colour_space_becomes_rgb(mode):
 
 
 @pytest.mark.parametrize("format", ["jpeg", "png", "webp"])
-@pytest.mark.parametrize("turn", range(1, 9))
-def test_every_orientation_is_applied(format, turn):
-    content = memoryview(picture(format, (40, 24), orientation=turn, **({"quality": 100} if format != "png" else {})))
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_orientation_is_applied(format, orientation):
+    content = memoryview(
+        picture(format, (40, 24), orientation=orientation, **({"quality": 100} if format != "png" else {}))
+    )
     assert np.array_equal(decode_image(content), by_pillow(content))
 
 
-def test_transparent_pixels_show_the_white_ground():
+def test_transparent_pixels_show_the_white_background():
     clear = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
     clear.putpixel((0, 0), (0, 0, 255, 255))
     clear.putpixel((1, 0), (0, 0, 0, 128))
@@ -74,7 +76,7 @@ def test_palettes_with_and_without_a_transparent_colour():
     assert decode_image(encoded(grey, "PNG"))[3, 3].tolist() == [grey.getpixel((3, 3))[0]] * 3
 
 
-def test_sixteen_bits_keep_the_upper_eight():
+def test_sixteen_bit_values_are_rounded_to_eight_bits():
     values = (np.arange(256, dtype=np.uint16) * 257).reshape(16, 16)
     decoded = decode_image(encoded(Image.fromarray(values), "PNG"))
     assert np.array_equal(decoded[:, :, 0], np.arange(256).reshape(16, 16)) and decoded.shape == (16, 16, 3)
@@ -89,31 +91,31 @@ def test_colours_of_another_profile_are_converted_and_a_broken_profile_is_ignore
         assert abs(int(broken[8, 8, 0]) - 55) <= 1
 
 
-def test_a_large_jpeg_comes_smaller_where_that_is_enough_and_looks_the_same():
+def test_a_large_jpeg_is_decoded_at_reduced_size_and_looks_the_same():
     image = smooth((2000, 1500))
     content = encoded(image, "JPEG", quality=95)
     full, reduced = decode_image(content), decode_image(content, target_size=(240, 180))
     assert full.shape == (1500, 2000, 3) and reduced.shape == (375, 500, 3)
     assert reduced.shape[0] >= MIN_REDUCED_SCALE * 180
     thumbnails = [
-        np.asarray(Image.fromarray(one).resize((240, 180), Image.Resampling.LANCZOS)).astype(int)
-        for one in (full, reduced)
+        np.asarray(Image.fromarray(pixels).resize((240, 180), Image.Resampling.LANCZOS)).astype(int)
+        for pixels in (full, reduced)
     ]
     assert np.abs(thumbnails[0] - thumbnails[1]).max() <= 4
 
 
-def test_a_decompression_bomb_is_refused_before_it_is_unpacked():
+def test_a_decompression_bomb_is_refused_before_decoding():
     with pytest.raises(BrokenMediaError, match="bomb"):
         decode_image(memoryview(png_claiming(60_000, 60_000)))
 
 
-def test_a_picture_as_large_as_large_cameras_make_is_decoded_without_a_word():
-    """Between Pillow's warning and our limit; the suite turns warnings into errors."""
+def test_an_image_of_a_large_camera_is_decoded_without_a_warning():
+    """Its size is between Pillow's warning and our limit; the suite turns warnings into errors."""
     content = encoded(Image.new("L", (12_000, 8_000), 77), "PNG")
     assert decode_image(content)[-1, -1].tolist() == [77, 77, 77]
 
 
-WHOLE = {
+COMPLETE = {
     "jpeg": picture("jpeg", (48, 40), orientation=6),
     "progressive": picture("jpeg", (48, 40), progressive=True),
     "png": picture("png", (24, 20)),
@@ -122,10 +124,10 @@ WHOLE = {
 }
 
 
-@given(st.sampled_from(sorted(WHOLE)), st.data())
+@given(st.sampled_from(sorted(COMPLETE)), st.data())
 @settings(max_examples=600, deadline=None)
-def test_damaged_bytes_are_broken_media_or_a_picture_and_the_sample_is_named(name, data):
-    content = bytearray(WHOLE[name])
+def test_damaged_bytes_raise_broken_media_error_with_the_label_or_decode(name, data):
+    content = bytearray(COMPLETE[name])
     for _ in range(data.draw(st.integers(0, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     cut = data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))
@@ -139,7 +141,7 @@ def test_damaged_bytes_are_broken_media_or_a_picture_and_the_sample_is_named(nam
 
 
 def linear_light_profile() -> bytes:
-    """A colour profile with sRGB's primaries and no gamma, by the ICC's specification (ICC.1:2001, matrix/TRC)."""
+    """A colour profile with sRGB's primaries and linear gamma, by the ICC specification (ICC.1:2001, matrix/TRC)."""
 
     def xyz(*values: float) -> bytes:
         return b"XYZ \0\0\0\0" + struct.pack(">3i", *(round(v * 65536) for v in values))

@@ -1,4 +1,4 @@
-"""Clips give exactly the frames that are asked for, by their timestamps; damaged bytes are a BrokenMedia."""
+"""Video decodes to exactly the requested frames by timestamp; damaged bytes raise BrokenMediaError."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from supertuner.data.decode.video import choose_frames, decode_video
 def counting_clip(
     times: Sequence[float], format: str = "mp4", codec: str = "libx264", gop: int = 8, rotation: int = 0
 ) -> memoryview:
-    """A clip whose n-th frame is shown at times[n] and has a grey of its own: 5 · n (mod 250)."""
+    """A clip whose n-th frame is displayed at times[n] and has the grey value 5 · n (mod 250)."""
     out = io.BytesIO()
     with av.open(out, "w", format=format) as container:
         stream = container.add_stream(codec, rate=20)
@@ -48,56 +48,56 @@ EVEN = [n / 20 for n in range(40)]
 
 
 @pytest.mark.parametrize("first", [0, 1, 7, 8, 23, 30])
-def test_consecutive_frames_from_any_beginning(first):
+def test_consecutive_frames_from_any_first_frame(first):
     assert numbers(decode_video(counting_clip(EVEN), first, 10, None)) == list(range(first, first + 10))
 
 
-def test_a_beginning_too_close_to_the_end_moves_forward():
+def test_a_first_frame_too_close_to_the_end_is_moved_towards_the_beginning():
     assert numbers(decode_video(counting_clip(EVEN), 35, 10, None)) == list(range(30, 40))
 
 
-def test_at_half_the_rate_every_second_frame_and_at_twice_the_rate_each_frame_twice():
+def test_half_the_rate_skips_every_second_frame_and_twice_the_rate_repeats_each():
     clip = counting_clip(EVEN)
     assert numbers(decode_video(clip, 3, 8, 10.0)) == list(range(6, 22, 2))
     assert numbers(decode_video(clip, 0, 6, 40.0)) == [0, 0, 1, 1, 2, 2]
 
 
-def test_with_a_varying_rate_the_frame_on_screen_at_that_time_is_taken():
+def test_with_a_variable_rate_the_frame_displayed_at_that_time_is_used():
     times = [0.0, 0.05, 0.1, 0.5, 0.55, 1.0, 1.05, 1.1, 1.2]
     assert numbers(decode_video(counting_clip(times), 0, 10, 10.0)) == [0, 2, 2, 2, 2, 3, 4, 4, 4, 4]
     assert numbers(decode_video(counting_clip(times), 2, 3, None)) == [2, 3, 4]
 
 
-def test_a_clip_whose_time_does_not_begin_at_zero():
+def test_a_clip_whose_timestamps_do_not_begin_at_zero():
     times = [1.5 + time for time in EVEN]
     assert numbers(decode_video(counting_clip(times, "matroska"), 4, 3, None)) == [4, 5, 6]
     assert numbers(decode_video(counting_clip(times, "matroska"), 2, 3, 10.0)) == [4, 6, 8]
 
 
 @pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
-def test_avi_without_timestamps_is_counted(codec):
+def test_frames_of_avi_without_timestamps_are_counted(codec):
     clip = counting_clip(EVEN, "avi", codec)
     assert numbers(decode_video(clip, 5, 4, None)) == [5, 6, 7, 8]
     assert numbers(decode_video(clip, 1, 3, 10.0)) == [2, 4, 6]
 
 
 @pytest.mark.parametrize(("degrees", "corner"), [(90, (-1, 0)), (180, (-1, -1)), (-90, (0, -1)), (270, (0, -1))])
-def test_rotation_is_applied_counterclockwise_as_the_container_says(degrees, corner):
+def test_the_container_s_rotation_is_applied_counterclockwise(degrees, corner):
     (frame,) = decode_video(counting_clip(EVEN, rotation=degrees), 0, 1, None)
     assert frame.shape == ((64, 48, 3) if degrees % 180 else (48, 64, 3))
     red = frame[8 if corner[0] == 0 else -8, 8 if corner[1] == 0 else -8]
     assert red[0] > 200 and red[1] < 60, red
 
 
-def test_colours_survive_the_way_through_the_codec():
+def test_colours_are_preserved():
     (frame,) = decode_video(counting_clip(EVEN), 0, 1, None)
     assert np.abs(frame[4, 4].astype(int) - (255, 0, 0)).max() < 12
 
 
-def test_too_few_frames_are_said():
-    with pytest.raises(BrokenMediaError, match="40 frames where 41"):
+def test_too_few_frames_are_refused():
+    with pytest.raises(BrokenMediaError, match="has 40 frames, expected 41"):
         list(decode_video(counting_clip(EVEN), 0, 41, None))
-    with pytest.raises(BrokenMediaError, match="20 frames at 10 fps where 40"):
+    with pytest.raises(BrokenMediaError, match="has 20 frames at 10 fps, expected 40"):
         list(decode_video(counting_clip(EVEN), 0, 40, 10.0))
 
 
@@ -107,7 +107,7 @@ def test_too_few_frames_are_said():
     st.integers(1, 20),
     st.sampled_from([None, 4.0, 16.0, 30.0]),
 )
-def test_chosen_frames_ascend_and_exist(steps, first, count, fps):
+def test_chosen_frames_are_ascending_and_exist(steps, first, count, fps):
     seconds = np.cumsum(steps)
     try:
         picks = choose_frames(seconds, first, count, fps)
@@ -117,17 +117,17 @@ def test_chosen_frames_ascend_and_exist(steps, first, count, fps):
     assert len(picks) == count and (np.diff(picks) >= 0).all() and picks[0] >= 0 and picks[-1] < len(steps)
 
 
-WHOLE = {
+COMPLETE = {
     "mp4": counting_clip(EVEN),
     "matroska": counting_clip(EVEN, "matroska"),
     "avi": counting_clip(EVEN, "avi", "mpeg4"),
 }
 
 
-@given(st.sampled_from(sorted(WHOLE)), st.data())
+@given(st.sampled_from(sorted(COMPLETE)), st.data())
 @settings(max_examples=250, deadline=None)
-def test_damaged_bytes_are_broken_media_or_frames(format, data):
-    content = bytearray(WHOLE[format])
+def test_damaged_bytes_raise_broken_media_error_or_decode(format, data):
+    content = bytearray(COMPLETE[format])
     for _ in range(data.draw(st.integers(0, 6))):
         content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     cut = data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))

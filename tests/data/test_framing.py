@@ -1,4 +1,4 @@
-"""What a model is told of a picture's framing is what became of its pixels: pictures here say where each pixel was."""
+"""ImageFraming matches the rendered pixels; the pixels of the test images encode their original coordinates."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     folder = tmp_path_factory.mktemp("framed")
     for number, (width, height) in enumerate(SIZES):
         column, row = np.meshgrid(np.arange(width), np.arange(height))
-        picture = np.stack([column, row, np.zeros_like(row)], axis=-1).astype(np.uint8)
-        Image.fromarray(picture).save(folder / f"{number}.png")
+        image = np.stack([column, row, np.zeros_like(row)], axis=-1).astype(np.uint8)
+        Image.fromarray(image).save(folder / f"{number}.png")
     settings = DatasetSettings(
         id="a",
         instance_data_dir=folder,
@@ -40,26 +40,26 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return build_corpus([(settings, stager.open(settings)[1])], seed=5, batch_size=1)
 
 
-@pytest.mark.parametrize("turn", range(6))
+@pytest.mark.parametrize("cycle", range(6))
 @pytest.mark.parametrize("sample", range(len(SIZES)))
-def test_what_was_cut_off_is_where_the_first_pixel_came_from(corpus: Corpus, sample: int, turn: int) -> None:
-    (part,), bucket = corpus.datasets, corpus.order.groups[0].bucket
+def test_the_crop_offset_is_the_origin_of_the_first_pixel(corpus: Corpus, sample: int, cycle: int) -> None:
+    (dataset,), bucket = corpus.datasets, corpus.order.groups[0].bucket
     width, height = SIZES[sample]
     row = torch.empty(bucket.shape, dtype=torch.uint8)
-    render_sample(corpus.seed, part, sample, turn, bucket, row)
-    framing = framing_for_sample(corpus.seed, part, sample, turn, bucket)
+    render_sample(corpus.seed, dataset, sample, cycle, bucket, row)
+    framing = framing_for_sample(corpus.seed, dataset, sample, cycle, bucket)
     assert (framing.original_width, framing.original_height) == (width, height)
     assert (framing.target_width, framing.target_height) == (bucket.width, bucket.height) == (64, 64)
-    pixels_per_pixel = min(width, height) / 64
+    scale = min(width, height) / 64
     columns, rows = row[0].float().mean(0), row[1].float().mean(1)
     flipped = bool(columns[0] > columns[-1])
     left = width - 1 - columns[0] if flipped else columns[0]
-    assert abs(framing.crop_left - left / pixels_per_pixel) <= 1.5
-    assert abs(framing.crop_top - rows[0] / pixels_per_pixel) <= 1.5
+    assert abs(framing.crop_left - left / scale) <= 1.5
+    assert abs(framing.crop_top - rows[0] / scale) <= 1.5
 
 
-def test_the_turns_here_show_both_ways_round_and_several_crops(corpus: Corpus) -> None:
-    (part,), bucket = corpus.datasets, corpus.order.groups[0].bucket
-    lefts = {framing_for_sample(corpus.seed, part, 0, turn, bucket).crop_left for turn in range(6)}
-    tops = {framing_for_sample(corpus.seed, part, 1, turn, bucket).crop_top for turn in range(6)}
+def test_the_cycles_of_this_test_have_different_crops(corpus: Corpus) -> None:
+    (dataset,), bucket = corpus.datasets, corpus.order.groups[0].bucket
+    lefts = {framing_for_sample(corpus.seed, dataset, 0, cycle, bucket).crop_left for cycle in range(6)}
+    tops = {framing_for_sample(corpus.seed, dataset, 1, cycle, bucket).crop_top for cycle in range(6)}
     assert len(lefts) > 3 and len(tops) > 3

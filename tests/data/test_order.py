@@ -1,4 +1,4 @@
-"""The order of samples: nobody lost, nobody early, any position computed, whatever happened before."""
+"""SampleOrder: no sample is lost or repeated early, and any position is computed without the ones before it."""
 
 from __future__ import annotations
 
@@ -54,25 +54,25 @@ def listed(order: SampleOrder, begin: int, end: int) -> list[tuple[int, ...]]:
 
 @given(orders(drop_last=False))
 @settings(max_examples=60, deadline=None)
-def test_no_sample_is_lost_or_seen_early_over_whole_cycles(order):
-    """After every epoch, a group's samples have been seen equally often, give or take the cycle it is in."""
+def test_no_sample_is_lost_or_repeated_early(order):
+    """After every epoch, the numbers of draws of a group's samples differ by at most one."""
     seen: Counter[tuple[int, int]] = Counter()
     for epoch in range(6):
         for _, _, number, sample, _ in listed(order, order.epoch_begin(epoch), order.epoch_begin(epoch + 1)):
             seen[number, sample] += 1
         for number, g in enumerate(order.groups):
-            times = [seen[number, int(sample)] for sample in g.members]
+            times = [seen[number, int(sample)] for sample in g.sample_indices]
             assert max(times) - min(times) <= 1
-            assert abs(sum(times) - (epoch + 1) * len(times) * g.rate) <= 1
+            assert abs(sum(times) - (epoch + 1) * len(times) * g.draws_per_epoch) <= 1
 
 
 @given(orders(), st.integers(0, 300), st.integers(0, 60))
 @settings(max_examples=80, deadline=None)
-def test_any_slice_is_that_part_of_the_whole_and_each_position_is_computed_alone(order, begin, length):
+def test_a_slice_equals_that_part_of_the_whole_order(order, begin, length):
     whole = listed(order, 0, begin + length)
     assert listed(order, begin, begin + length) == whole[begin:]
     assert [row[0] for row in whole] == list(range(begin + length))
-    draw = order.at(begin)
+    draw = order.draw_at(begin)
     first = listed(order, begin, begin + 1)[0]
     assert (draw.epoch, draw.sample, draw.cycle) == (first[1], first[3], first[4])
     assert order.epoch_begin(draw.epoch) <= begin < order.epoch_begin(draw.epoch + 1)
@@ -80,16 +80,16 @@ def test_any_slice_is_that_part_of_the_whole_and_each_position_is_computed_alone
 
 @given(orders(), st.integers(0, 5))
 @settings(max_examples=60, deadline=None)
-def test_from_position_to_draw_and_back(order, epoch):
-    layout = order.layout(epoch)
+def test_position_of_inverts_locate_positions(order, epoch):
+    layout = order.epoch_layout(epoch)
     positions = np.arange(layout.length)
-    assert layout.where(*locate_positions([(layout, positions)])).tolist() == positions.tolist()
+    assert layout.position_of(*locate_positions([(layout, positions)])).tolist() == positions.tolist()
     assert layout.length == order.epoch_length(epoch)
 
 
 @given(orders(), st.integers(0, 120))
 @settings(max_examples=60, deadline=None)
-def test_batches_have_one_bucket_and_follow_each_other_without_a_gap(order, begin):
+def test_batches_have_one_bucket_and_cover_all_positions(order, begin):
     end = begin + 100
     expected = begin
     for batch in order.batches(begin, end):
@@ -113,13 +113,13 @@ def test_without_drop_last_only_the_last_batch_of_a_bucket_is_short():
     assert sizes == {4: 3, 2: 1, 3: 2}  # 10 = 4 + 4 + 2, 7 = 4 + 3, 3
 
 
-def test_with_drop_last_the_ones_left_out_change_from_epoch_to_epoch():
+def test_with_drop_last_the_dropped_samples_change_from_epoch_to_epoch():
     order = SampleOrder([group(0, 10)], seed=1, batch_size=4, drop_last=True)
     seen = {row[3] for row in listed(order, 0, order.epoch_begin(12))}
     assert order.epoch_length(0) == 8 and len(seen) == 10
 
 
-def test_buckets_that_drop_last_leaves_out_for_good_are_known():
+def test_never_drawn_lists_groups_that_drop_last_always_drops():
     order = SampleOrder([group(0, 10), group(0, 3, 128)], seed=1, batch_size=4, drop_last=True)
     assert [len(g.sample_indices) for g in order.never_drawn()] == [3]
     assert SampleOrder([group(0, 10), group(0, 3, 128)], seed=1, batch_size=4).never_drawn() == []
@@ -127,12 +127,12 @@ def test_buckets_that_drop_last_leaves_out_for_good_are_known():
 
 def test_the_order_does_not_depend_on_the_order_in_which_datasets_are_listed():
     sets = [group(0, 9), group(1, 12, 128), group(2, 5)]
-    one, other = (SampleOrder(listing, seed=3, batch_size=2) for listing in (sets, sets[::-1]))
-    assert listed(one, 0, 200) == listed(other, 0, 200)
+    forward, backward = (SampleOrder(listing, seed=3, batch_size=2) for listing in (sets, sets[::-1]))
+    assert listed(forward, 0, 200) == listed(backward, 0, 200)
 
 
 def test_another_process_computes_the_same_order():
-    """Nothing that differs between processes, such as Python's own hashes, may play a part."""
+    """The order must not depend on anything that differs between processes, such as Python's hash seed."""
     code = (
         "from tests.data.test_order import group, listed\n"
         "from supertuner.data.ordering.sample_order import SampleOrder, draws_per_epoch\n"
@@ -146,39 +146,39 @@ def test_another_process_computes_the_same_order():
         assert done.stdout.strip() == str(listed(order, 0, 100))
 
 
-def test_another_seed_another_order_and_another_epoch_another_order():
-    one, other = (SampleOrder([group(0, 50)], seed=seed, batch_size=1) for seed in (1, 2))
-    first, second = ([row[3] for row in listed(one, 50 * e, 50 * e + 50)] for e in (0, 1))
+def test_the_order_differs_between_seeds_and_between_epochs():
+    order, reseeded = (SampleOrder([group(0, 50)], seed=seed, batch_size=1) for seed in (1, 2))
+    first, second = ([row[3] for row in listed(order, 50 * e, 50 * e + 50)] for e in (0, 1))
     assert first != second and sorted(first) == sorted(second)
-    assert first != [row[3] for row in listed(other, 0, 50)]
+    assert first != [row[3] for row in listed(reseeded, 0, 50)]
 
 
-def test_every_sample_is_equally_likely_at_every_place_of_an_epoch():
+def test_every_sample_is_equally_likely_at_every_position_of_an_epoch():
     order = SampleOrder([group(0, 5), group(0, 4, 128)], seed=11, batch_size=2)
     epochs = 1000
     rows = np.array(listed(order, 0, 9 * epochs))
     table = np.zeros((9, 9))
     np.add.at(table, (rows[:, 0] % 9, np.unique(rows[:, 3], return_inverse=True)[1]), 1)
-    even = table[:, :5]  # the place of a bucket's short batch depends on chance alone, so its members' do too
+    even = table[:, :5]  # samples of the first bucket, whose short batch is at a random position
     spread = (even - even.mean(axis=1, keepdims=True)) ** 2 / even.mean(axis=1, keepdims=True)
     assert spread.sum() < 36 + 6 * np.sqrt(2 * 36)
 
 
-def test_a_tenth_is_a_tenth_and_fractions_of_many_small_buckets_do_not_fall_into_one_epoch():
+def test_fractional_weights_are_exact_and_spread_over_epochs():
     assert draws_per_epoch(3, 0.1) == Fraction(3, 10)
     order = SampleOrder([group(0, 1, 64 * n, draws_per_epoch(1, 0.5)) for n in range(1, 201)], seed=0, batch_size=1)
     lengths = [order.epoch_length(epoch) for epoch in range(4)]
     assert lengths[0] + lengths[1] == 200 and all(70 < length < 130 for length in lengths)
 
 
-def test_nothing_to_draw_is_said_at_once():
+def test_an_order_without_samples_is_refused():
     with pytest.raises(SourceError, match="drop_last"):
         SampleOrder([group(0, 3)], seed=0, batch_size=4, drop_last=True)
-    with pytest.raises(SourceError, match="set aside"):
+    with pytest.raises(SourceError, match="set-aside"):
         SampleOrder([], seed=0, batch_size=4)
 
 
-def test_a_position_among_ten_million_samples_is_found_within_a_tenth_of_a_second():
+def test_a_position_among_ten_million_samples_is_computed_within_a_tenth_of_a_second():
     groups = [group(d, 50_000, 64 * w, draws_per_epoch(1, 0.3)) for d in range(4) for w in range(1, 51)]
     begin = time.process_time()
     order = SampleOrder(groups, seed=1, batch_size=4)
@@ -191,17 +191,17 @@ def test_a_position_among_ten_million_samples_is_found_within_a_tenth_of_a_secon
 @settings(max_examples=60, deadline=None)
 def test_micro_batches_cover_a_window_exactly_once_with_one_bucket_each(order, begin, length, size):
     window = range(begin, begin + length)
-    pieces = micro_batches(order, window, size)
-    assert sorted(p for piece in pieces for p in piece.draws.position.tolist()) == list(window)
-    short = Counter(piece.bucket for piece in pieces if len(piece) < size)
-    assert all(1 <= len(piece) <= size for piece in pieces) and set(short.values()) <= {1}
-    for piece in pieces:
-        assert {order.groups[g].bucket for g in piece.draws.group} == {piece.bucket}
+    batches = micro_batches(order, window, size)
+    assert sorted(p for batch in batches for p in batch.draws.position.tolist()) == list(window)
+    short = Counter(batch.bucket for batch in batches if len(batch) < size)
+    assert all(1 <= len(batch) <= size for batch in batches) and set(short.values()) <= {1}
+    for batch in batches:
+        assert {order.groups[g].bucket for g in batch.draws.group} == {batch.bucket}
 
 
 @given(st.integers(0, 10**9), st.integers(0, 500), st.integers(1, 40))
-def test_shares_of_all_ranks_are_the_window_and_differ_by_one_at_most(begin, length, ranks):
+def test_the_shares_of_all_ranks_cover_the_window_and_differ_by_at_most_one(begin, length, world_size):
     window = range(begin, begin + length)
-    shares = [shard_window(window, rank, ranks) for rank in range(ranks)]
-    assert [p for part in shares for p in part] == list(window)
+    shares = [shard_window(window, rank, world_size) for rank in range(world_size)]
+    assert [p for share in shares for p in share] == list(window)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

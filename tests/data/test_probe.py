@@ -1,4 +1,4 @@
-"""Headers are read as the real decoders read them, and whatever is not a whole picture, video or sound is refused."""
+"""Probing agrees with the real decoders, and incomplete images, videos and audio files are refused."""
 
 import io
 import time
@@ -16,19 +16,19 @@ from supertuner.data.probe.media_info import MAX_PIXELS
 from tests.data.media_files import picture, png_claiming, sound, video
 
 
-def image_facts(content: bytes):
+def image_info(content: bytes):
     return probe(memoryview(content), MediaKind.IMAGE)
 
 
 @pytest.mark.parametrize("format", ["jpeg", "png", "webp"])
-@pytest.mark.parametrize("turn", range(1, 9))
-def test_displayed_size_agrees_with_pillow_for_every_orientation(format, turn):
-    content = picture(format, (70, 50), orientation=turn)
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_displayed_size_agrees_with_pillow_for_every_orientation(format, orientation):
+    content = picture(format, (70, 50), orientation=orientation)
     with Image.open(io.BytesIO(content)) as stored:
-        shown = ImageOps.exif_transpose(stored).size
-    facts = image_facts(content)
-    assert (facts.width, facts.height) == shown
-    assert (facts.format, facts.orientation) == (format, turn)
+        displayed = ImageOps.exif_transpose(stored).size
+    info = image_info(content)
+    assert (info.width, info.height) == displayed
+    assert (info.format, info.orientation) == (format, orientation)
 
 
 @pytest.mark.parametrize(
@@ -40,92 +40,92 @@ def test_displayed_size_agrees_with_pillow_for_every_orientation(format, turn):
         ("jpeg", {"quality": 5}),
     ],
 )
-def test_other_ways_to_save_a_picture_are_understood(format, save):
-    facts = image_facts(picture(format, (33, 65), **save))
-    assert (facts.width, facts.height) == (33, 65)
+def test_all_encodings_of_a_format_are_supported(format, save):
+    info = image_info(picture(format, (33, 65), **save))
+    assert (info.width, info.height) == (33, 65)
 
 
 @pytest.mark.parametrize("format", ["jpeg", "png", "webp"])
-def test_every_truncation_is_found(format):
+def test_every_truncation_is_detected(format):
     content = picture(format, (24, 16), orientation=6)
     for length in range(len(content) - 1):
         with pytest.raises(BrokenMediaError):
-            image_facts(content[:length])
+            image_info(content[:length])
 
 
-def test_bytes_after_the_end_of_a_picture_do_no_harm():
+def test_bytes_after_the_end_of_an_image_are_ignored():
     for format in ("jpeg", "png", "webp"):
-        assert image_facts(picture(format) + b"\0" * 1000 + b"trailer").width == 64
+        assert image_info(picture(format) + b"\0" * 1000 + b"trailer").width == 64
 
 
-def test_a_thumbnail_does_not_hide_that_the_picture_around_it_is_truncated():
+def test_the_end_marker_of_a_thumbnail_does_not_hide_truncation():
     exif = Image.Exif()
     exif[0x010F] = "x"
     thumbnail = picture("jpeg", (16, 16))
     content = picture("jpeg", (200, 200), exif=exif.tobytes() + thumbnail)
-    assert image_facts(content).width == 200
+    assert image_info(content).width == 200
     with pytest.raises(BrokenMediaError, match="without its end marker"):
-        image_facts(content[: len(content) // 2])
+        image_info(content[: len(content) // 2])
 
 
 @pytest.mark.parametrize("size", [(50_000, 50_000), (MAX_PIXELS + 1, 1), (0, 10)])
-def test_a_picture_that_would_fill_memory_or_has_no_size_is_refused_by_its_header(size):
+def test_a_decompression_bomb_or_an_empty_image_is_refused_by_its_header(size):
     with pytest.raises(BrokenMediaError, match="pixels"):
-        image_facts(png_claiming(*size))
+        image_info(png_claiming(*size))
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
-    [(b"just some text", "nobody here knows"), (b"GIF89a" + bytes(50), "really gif"), (b"<html>" + bytes(50), "html")],
+    ("content", "message"),
+    [(b"just some text", "of an unknown type"), (b"GIF89a" + bytes(50), "really gif"), (b"<html>" + bytes(50), "html")],
 )
-def test_a_file_of_another_type_is_named(content, says):
-    with pytest.raises(BrokenMediaError, match=says):
-        image_facts(content)
+def test_the_actual_type_of_a_wrong_file_is_reported(content, message):
+    with pytest.raises(BrokenMediaError, match=message):
+        image_info(content)
 
 
-def test_a_video_is_not_a_picture():
+def test_a_video_is_refused_as_an_image():
     with pytest.raises(BrokenMediaError, match="really mp4"):
-        image_facts(video())
+        image_info(video())
 
 
 @pytest.mark.parametrize("format", ["mp4", "mkv"])
-def test_video_facts(format):
-    facts = probe(memoryview(video(format, 12, (64, 48))), MediaKind.VIDEO)
-    assert (facts.width, facts.height, facts.frames, facts.fps) == (64, 48, 12, 24)
-    assert facts.seconds == pytest.approx(0.5)
+def test_video_metadata(format):
+    info = probe(memoryview(video(format, 12, (64, 48))), MediaKind.VIDEO)
+    assert (info.width, info.height, info.frames, info.fps) == (64, 48, 12, 24)
+    assert info.seconds == pytest.approx(0.5)
 
 
-def test_a_turned_video_is_as_wide_as_it_is_displayed():
-    facts = probe(memoryview(video(size=(64, 48), rotation=90)), MediaKind.VIDEO)
-    assert (facts.width, facts.height) == (48, 64)
+def test_a_rotated_video_has_its_displayed_size():
+    info = probe(memoryview(video(size=(64, 48), rotation=90)), MediaKind.VIDEO)
+    assert (info.width, info.height) == (48, 64)
 
 
 @pytest.mark.parametrize("format", ["mp4", "mkv"])
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.95, 0.999])
-def test_a_truncated_video_is_found(format, share):
+def test_a_truncated_video_is_detected(format, share):
     content = video(format, 24)
     with pytest.raises(BrokenMediaError):
         probe(memoryview(content)[: int(len(content) * share)], MediaKind.VIDEO)
 
 
 @pytest.mark.parametrize("format", ["wav", "flac", "ogg", "mp3"])
-def test_sound_facts_and_truncation(format):
+def test_audio_metadata_and_truncation(format):
     content = sound(format, 0.5, 16_000, 2)
-    facts = probe(memoryview(content), MediaKind.AUDIO)
-    assert (facts.sample_rate, facts.channels) == (16_000, 2)
-    assert facts.seconds == pytest.approx(0.5, rel=0.01)
+    info = probe(memoryview(content), MediaKind.AUDIO)
+    assert (info.sample_rate, info.channels) == (16_000, 2)
+    assert info.seconds == pytest.approx(0.5, rel=0.01)
     with pytest.raises(BrokenMediaError):
         probe(memoryview(content)[: len(content) // 2], MediaKind.AUDIO)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(["jpeg", "png", "webp"]), st.data())
-def test_a_damaged_picture_gives_facts_or_a_reason_and_never_another_error(format, data):
+def test_a_damaged_image_gives_metadata_or_broken_media_error(format, data):
     content = bytearray(picture(format, (24, 16), orientation=6))
     for _ in range(data.draw(st.integers(1, 20))):
         content[data.draw(st.integers(0, min(len(content) - 1, 400)))] = data.draw(st.integers(0, 255))
     try:
-        image_facts(bytes(content))
+        image_info(bytes(content))
     except BrokenMediaError as error:
         assert str(error)
 
@@ -136,9 +136,9 @@ def test_any_exif_block_has_an_orientation_from_one_to_eight(content, mark):
     assert 1 <= exif_orientation(mark + content) <= 8
 
 
-def test_a_header_of_endless_segments_is_given_up_quickly():
+def test_a_header_with_millions_of_segments_is_refused_quickly():
     content = b"\xff\xd8" + b"\xff\xe0\x00\x02" * 5_000_000
     began = time.process_time()
     with pytest.raises(BrokenMediaError, match="segments"):
-        image_facts(content)
+        image_info(content)
     assert time.process_time() - began < 1

@@ -1,4 +1,4 @@
-"""Crops have the bucket's ratio and stay inside, filters are antialiased, and colours change as the settings say."""
+"""Crops have the bucket's aspect ratio, filters are antialiased, and the colour map applies each setting."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SHARE = st.floats(0, 1)
 
 
 @given(SIDE, SIDE, st.integers(16, 2048), st.integers(16, 2048), SHARE, SHARE)
-def test_a_crop_is_the_largest_part_with_the_buckets_ratio(width, height, to_width, to_height, across, down):
-    box = crop_box(width, height, to_width, to_height, across, down)
+def test_a_crop_is_the_largest_part_with_the_bucket_s_aspect_ratio(width, height, to_width, to_height, crop_x, crop_y):
+    box = crop_box(width, height, to_width, to_height, crop_x, crop_y)
     assert 0 <= box.left <= box.left + box.width <= width and box.width >= 1
     assert 0 <= box.top <= box.top + box.height <= height and box.height >= 1
     assert box.width == width or box.height == height
@@ -29,53 +29,53 @@ def test_a_crop_is_the_largest_part_with_the_buckets_ratio(width, height, to_wid
 
 
 def test_a_crop_moves_from_edge_to_edge():
-    lefts = [crop_box(300, 100, 64, 64, across, 0.5).left for across in (0.0, 0.5, 1.0)]
+    lefts = [crop_box(300, 100, 64, 64, crop_x, 0.5).left for crop_x in (0.0, 0.5, 1.0)]
     assert lefts == [0, 100, 200]
 
 
-@pytest.mark.parametrize("by", ["lanczos", "bicubic", "bilinear", "area"])
+@pytest.mark.parametrize("resize_filter", ["lanczos", "bicubic", "bilinear", "area"])
 @pytest.mark.parametrize("size", [(90, 70), (400, 300)])
-def test_resizing_agrees_with_pillow_whose_filters_are_antialiased(by, size):
+def test_resizing_agrees_with_pillow_s_antialiased_filters(resize_filter, size):
     rng = np.random.default_rng(0)
-    picture = np.array(Image.fromarray(rng.integers(0, 255, (30, 40, 3), dtype=np.uint8)).resize((240, 180)))
-    got = crop_and_resize(picture, crop_box(240, 180, *size, 0.3, 0.6), *size, by)
+    image = np.array(Image.fromarray(rng.integers(0, 255, (30, 40, 3), dtype=np.uint8)).resize((240, 180)))
+    resized = crop_and_resize(image, crop_box(240, 180, *size, 0.3, 0.6), *size, resize_filter)
     box = crop_box(240, 180, *size, 0.3, 0.6)
     filters = {"area": Image.Resampling.BOX} | {f.name.lower(): f for f in Image.Resampling}
-    part = Image.fromarray(picture).crop((box.left, box.top, box.left + box.width, box.top + box.height))
-    expected = np.asarray(part.resize(size, filters[by])).astype(int)
-    assert got.shape == (3, size[1], size[0]) and got.dtype == torch.uint8
-    assert np.abs(got.permute(1, 2, 0).numpy() - expected).max() <= 3
+    part = Image.fromarray(image).crop((box.left, box.top, box.left + box.width, box.top + box.height))
+    expected = np.asarray(part.resize(size, filters[resize_filter])).astype(int)
+    assert resized.shape == (3, size[1], size[0]) and resized.dtype == torch.uint8
+    assert np.abs(resized.permute(1, 2, 0).numpy() - expected).max() <= 3
 
 
-def test_a_picture_of_the_right_size_is_not_touched():
-    picture = np.random.default_rng(1).integers(0, 255, (48, 64, 3), dtype=np.uint8)
+def test_an_image_of_the_right_size_is_not_changed():
+    image = np.random.default_rng(1).integers(0, 255, (48, 64, 3), dtype=np.uint8)
     assert np.array_equal(
-        crop_and_resize(picture, crop_box(64, 48, 64, 48, 0, 0), 64, 48, "lanczos").permute(1, 2, 0), picture
+        crop_and_resize(image, crop_box(64, 48, 64, 48, 0, 0), 64, 48, "lanczos").permute(1, 2, 0), image
     )
 
 
-def coloured(rgb: tuple[int, int, int], **change: float) -> list[int]:
+def mapped_colour(rgb: tuple[int, int, int], **params: float) -> list[int]:
     pixels = torch.tensor(rgb, dtype=torch.uint8).reshape(3, 1, 1).repeat(1, 2, 2)
-    colours = colour_map(AugmentationParams(**change))
+    colours = colour_map(AugmentationParams(**params))
     assert colours is not None
     apply_colour_map(pixels, colours)
     assert (pixels == pixels[:, :1, :1]).all()
     return pixels[:, 0, 0].tolist()
 
 
-def test_what_each_setting_does_to_a_colour():
-    assert coloured((100, 50, 200), brightness=0.5) == [50, 25, 100]
-    assert coloured((100, 50, 200), brightness=2.0) == [200, 100, 255]
-    assert coloured((100, 100, 100), contrast=0.0) == [128, 128, 128]
-    assert coloured((255, 0, 0), saturation=0.0) == [76, 76, 76]
-    assert coloured((90, 90, 90), saturation=1.7) == [90, 90, 90]
-    assert coloured((90, 90, 90), hue=0.3) == [90, 90, 90]
+def test_the_effect_of_each_colour_setting():
+    assert mapped_colour((100, 50, 200), brightness=0.5) == [50, 25, 100]
+    assert mapped_colour((100, 50, 200), brightness=2.0) == [200, 100, 255]
+    assert mapped_colour((100, 100, 100), contrast=0.0) == [128, 128, 128]
+    assert mapped_colour((255, 0, 0), saturation=0.0) == [76, 76, 76]
+    assert mapped_colour((90, 90, 90), saturation=1.7) == [90, 90, 90]
+    assert mapped_colour((90, 90, 90), hue=0.3) == [90, 90, 90]
 
 
-def test_a_third_of_a_turn_of_hue_brings_red_towards_another_primary_and_a_full_turn_back():
-    assert int(np.argmax(coloured((200, 40, 40), hue=1 / 3))) != 0
-    assert np.abs(np.array(coloured((200, 40, 40), hue=1.0)) - (200, 40, 40)).max() <= 1
+def test_a_third_of_a_hue_rotation_changes_the_dominant_primary_and_a_full_one_nothing():
+    assert int(np.argmax(mapped_colour((200, 40, 40), hue=1 / 3))) != 0
+    assert np.abs(np.array(mapped_colour((200, 40, 40), hue=1.0)) - (200, 40, 40)).max() <= 1
 
 
-def test_nothing_to_change_is_nothing_to_compute():
+def test_the_identity_needs_no_colour_map():
     assert colour_map(AugmentationParams(flip=True, crop_x=0.1)) is None

@@ -1,4 +1,4 @@
-"""Staging keeps its promises: everything is there and equal, once per node, and told with reasons."""
+"""Staging: files are staged unchanged and once per node, broken ones are set aside, and decisions are reported."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def pictures(count, **extra):
     return files | {f"{i:03d}.txt": f"caption {i}" for i in range(count)} | extra
 
 
-def test_everything_a_dataset_needs_is_staged_and_the_folder_can_go_away(tmp_path, home):
+def test_the_arena_contains_all_files_and_captions_after_the_folder_is_moved(tmp_path, home):
     files = pictures(30)
     folder = write(tmp_path / "set", files)
     result = stager(home).stage(dataset(folder))
@@ -40,14 +40,14 @@ def test_everything_a_dataset_needs_is_staged_and_the_folder_can_go_away(tmp_pat
         assert (staged.id, staged.kind, len(staged)) == ("set", MediaKind.IMAGE, 30)
 
 
-def test_video_and_sound_are_staged_with_their_facts(tmp_path, home):
+def test_video_and_audio_are_staged_with_their_metadata(tmp_path, home):
     write(tmp_path / "v", {"a.mp4": video(frames=10), "a.txt": "moves"})
     write(tmp_path / "s", {"a.wav": sound("wav", 0.5), "b.flac": sound("flac", 0.25)})
-    moving = stager(home).stage(dataset(tmp_path / "v", id="v", dataset_type="video"))
-    heard = stager(home).stage(dataset(tmp_path / "s", id="s", dataset_type="audio"))
-    with StagedDataset.open(ArenaHome(home), moving.arena) as staged:
+    video_result = stager(home).stage(dataset(tmp_path / "v", id="v", dataset_type="video"))
+    audio_result = stager(home).stage(dataset(tmp_path / "s", id="s", dataset_type="audio"))
+    with StagedDataset.open(ArenaHome(home), video_result.arena) as staged:
         assert (staged.frames[0], staged.fps[0], staged.width[0]) == (10, 24, 64)
-    with StagedDataset.open(ArenaHome(home), heard.arena) as staged:
+    with StagedDataset.open(ArenaHome(home), audio_result.arena) as staged:
         assert staged.seconds.tolist() == [0.5, 0.25] and staged.channels.tolist() == [2, 2]
         assert staged.sample_rate.tolist() == [16_000, 16_000] and staged.width.tolist() == [0, 0]
 
@@ -58,13 +58,13 @@ def test_webdataset_shards_are_staged_without_being_unpacked(tmp_path, home):
         tar(tmp_path / f"shards/{shard}.tar", {**files, "1.txt": "one"})
     before = sorted(p.name for p in tmp_path.rglob("*"))
     result = stager(home).stage(dataset(tmp_path / "shards"))
-    found = contents(home, result.arena)
-    assert len(found) == 10 and found["b/1"] == (files["1.jpg"], ("one",))
+    staged = contents(home, result.arena)
+    assert len(staged) == 10 and staged["b/1"] == (files["1.jpg"], ("one",))
     assert sorted(p.name for p in tmp_path.rglob("*") if home not in p.parents and p != home) == before
 
 
 def saved(path, rows, *, forge=False):
-    """A dataset saved by its own library; forged, its rows keep paths to files instead of the files."""
+    """A dataset saved by the datasets library. With `forge`, its rows contain paths instead of the files' bytes."""
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     plain = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
@@ -88,59 +88,59 @@ def test_a_saved_hugging_face_dataset_is_staged_and_reused(tmp_path, home):
     assert stager(home).stage(settings).reused
 
 
-def test_caption_settings_that_a_hugging_face_dataset_cannot_have_are_refused(tmp_path, home):
+def test_caption_settings_that_do_not_apply_to_a_hugging_face_dataset_are_refused(tmp_path, home):
     path = saved(tmp_path / "hf", {"image": [{"bytes": picture(), "path": None}], "text": ["x"]})
-    with pytest.raises(SourceError, match=r"keeps captions in a column.*captions\.caption_column"):
+    with pytest.raises(SourceError, match=r"has its captions in a column.*captions\.caption_column"):
         stager(home).stage(dataset(path, captions={"source": "sidecar"}))
 
 
-def test_rows_of_a_hugging_face_dataset_open_files_inside_of_its_folder_only(tmp_path, home):
+def test_rows_of_a_hugging_face_dataset_open_only_files_inside_its_folder(tmp_path, home):
     paths = ["in.jpg", "/etc/passwd", "../out.jpg", "gone.jpg"]
     rows = {"image": [{"bytes": None, "path": path} for path in paths], "text": list("abcd")}
     write(tmp_path, {"out.jpg": picture()})
     write(saved(tmp_path / "hf", rows, forge=True), {"in.jpg": picture(seed=1)})
-    told = RecordingSink()
-    result = stager(home, told).stage(dataset(tmp_path / "hf", max_broken_share=1))
+    sink = RecordingSink()
+    result = stager(home, sink).stage(dataset(tmp_path / "hf", max_broken_share=1))
     assert contents(home, result.arena) == {"0": (picture(seed=1), ("a",))}
-    reasons = told.set_aside()
-    assert "outside of its folder" in reasons["row 1"] and "outside of its folder" in reasons["row 2"]
+    reasons = sink.set_aside()
+    assert "outside its folder" in reasons["row 1"] and "outside its folder" in reasons["row 2"]
     assert "unreadable: No such file" in reasons["row 3"]
 
 
-def test_restaging_an_unchanged_dataset_is_instant_and_says_so(tmp_path, home):
+def test_an_unchanged_dataset_is_reused_instantly(tmp_path, home):
     folder = write(tmp_path / "set", pictures(50, **{"bad.jpg": b"xx"}))
     first = stager(home).stage(dataset(folder))
-    told = RecordingSink()
+    sink = RecordingSink()
     began = time.process_time()
-    again = stager(home, told).stage(dataset(folder, resolution=512, repeats=3))
+    again = stager(home, sink).stage(dataset(folder, resolution=512, repeats=3))
     assert time.process_time() - began < 0.5
     assert again.reused and not first.reused and again.arena == first.arena
-    assert again.set_aside == first.set_aside and list(told.set_aside()) == ["bad.jpg"]
-    assert told.decided()["datasets[set].arena"] == f"{first.arena} reused"
+    assert again.set_aside == first.set_aside and list(sink.set_aside()) == ["bad.jpg"]
+    assert sink.decisions()["datasets[set].arena"] == f"{first.arena} reused"
 
 
-def test_all_older_versions_are_one_warning_with_a_command_that_removes_them(tmp_path, home):
+def test_one_warning_lists_all_older_versions_and_the_command_that_removes_them(tmp_path, home):
     folder = write(tmp_path / "set", pictures(3))
     old = [stager(home).stage(dataset(folder, limit=limit)).arena for limit in (1, 2)]
-    told = RecordingSink()
-    stager(home, told).stage(dataset(folder))
-    assert "2 older versions are still kept" in told.warnings()
-    assert f"rm --home {home} {' '.join(sorted(old))}`" in told.warnings()
+    sink = RecordingSink()
+    stager(home, sink).stage(dataset(folder))
+    assert "2 older versions are still kept" in sink.warnings()
+    assert f"rm --home {home} {' '.join(sorted(old))}`" in sink.warnings()
 
 
-def test_a_dataset_of_the_same_id_from_another_place_is_not_called_an_older_version(tmp_path, home):
+def test_a_dataset_with_the_same_id_from_another_folder_is_not_an_older_version(tmp_path, home):
     stager(home).stage(dataset(write(tmp_path / "theirs", pictures(3))))
-    told = RecordingSink()
-    assert stager(home, told).stage(dataset(write(tmp_path / "ours", pictures(2)))).older_arenas == ()
-    assert "arena rm" not in told.warnings()
+    sink = RecordingSink()
+    assert stager(home, sink).stage(dataset(write(tmp_path / "ours", pictures(2)))).older_arenas == ()
+    assert "arena rm" not in sink.warnings()
 
 
-def test_a_limit_that_an_arena_already_there_exceeds_is_told(tmp_path, home):
+def test_a_reused_arena_above_the_memory_limit_causes_a_warning(tmp_path, home):
     folder = write(tmp_path / "set", pictures(3))
     stager(home).stage(dataset(folder))
-    told = RecordingSink()
-    assert stager(home, told).stage(dataset(folder, in_memory={"memory_limit_gb": 1e-6})).reused
-    assert "memory_limit_gb allows 1.0 KiB, and the arena that is there already takes" in told.warnings()
+    sink = RecordingSink()
+    assert stager(home, sink).stage(dataset(folder, in_memory={"memory_limit_gb": 1e-6})).reused
+    assert "memory_limit_gb allows 1.0 KiB, but the existing arena has" in sink.warnings()
 
 
 @pytest.mark.parametrize(
@@ -156,33 +156,33 @@ def test_a_limit_that_an_arena_already_there_exceeds_is_told(tmp_path, home):
         lambda folder: {"check": "decode"},
     ],
 )
-def test_a_changed_dataset_gets_a_new_arena_and_the_old_one_is_reported_not_deleted(tmp_path, home, change):
+def test_a_changed_dataset_gets_a_new_arena_and_the_old_one_is_kept(tmp_path, home, change):
     folder = write(tmp_path / "set", pictures(5))
     old = stager(home).stage(dataset(folder))
     settings = change(folder)
-    told = RecordingSink()
-    new = stager(home, told).stage(dataset(folder, **settings))
+    sink = RecordingSink()
+    new = stager(home, sink).stage(dataset(folder, **settings))
     assert new.arena != old.arena and not new.reused
     assert {info.name for info in ArenaHome(home).list_arenas()} == {old.arena, new.arena}
-    assert f"supertuner arena rm --home {home} {old.arena}" in told.warnings()
-    assert told.decided()["datasets[set].arena"] == new.arena
+    assert f"supertuner arena rm --home {home} {old.arena}" in sink.warnings()
+    assert sink.decisions()["datasets[set].arena"] == new.arena
 
 
-def test_the_number_of_threads_changes_nothing_that_can_be_read(tmp_path, home):
+def test_the_arena_does_not_depend_on_the_number_of_threads(tmp_path, home):
     folder = write(tmp_path / "set", pictures(200, **{"bad1.jpg": b"x", "bad2.jpg": b"", "z.png": picture("png")}))
-    found = []
+    results = []
     for threads in (1, 7):
-        told = RecordingSink()
-        result = stager(home, told).stage(dataset(folder, id=f"t{threads}", in_memory={"num_workers": threads}))
+        sink = RecordingSink()
+        result = stager(home, sink).stage(dataset(folder, id=f"t{threads}", in_memory={"num_workers": threads}))
         with StagedDataset.open(ArenaHome(home), result.arena) as staged:
-            facts = [staged.key(i) for i in range(len(staged))], staged.width.tolist(), staged.set_aside()
-        found.append((contents(home, result.arena), facts, told.set_aside()))
-    assert found[0] == found[1]
+            columns = [staged.key(i) for i in range(len(staged))], staged.width.tolist(), staged.set_aside()
+        results.append((contents(home, result.arena), columns, sink.set_aside()))
+    assert results[0] == results[1]
 
 
 BROKEN = {
     "truncated.jpg": (picture()[:-400], "truncated"),
-    "text.jpg": (b"not a picture at all", "wrong type"),
+    "text.jpg": (b"not an image at all", "wrong type"),
     "bomb.png": (png_claiming(60_000, 60_000), "decompression bomb"),
     "empty.jpg": (b"", "zero bytes"),
     "clip.png": (video(), "really mp4"),
@@ -197,18 +197,18 @@ def broken_folder(folder):
     return write(folder, {"latin.txt": "né".encode("latin-1"), "novel.txt": "x" * 70_000})
 
 
-def test_broken_files_are_set_aside_with_reasons_and_never_touched(tmp_path, home):
+def test_broken_files_are_set_aside_with_reasons_and_not_modified(tmp_path, home):
     folder = broken_folder(tmp_path / "set")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    told = RecordingSink()
-    result = stager(home, told).stage(dataset(folder, max_broken_share=0.5))
-    reasons = told.set_aside()
+    sink = RecordingSink()
+    result = stager(home, sink).stage(dataset(folder, max_broken_share=0.5))
+    reasons = sink.set_aside()
     assert reasons.keys() == BROKEN.keys()
-    assert all(says in reasons[name] for name, (_, says) in BROKEN.items()), reasons
+    assert all(reason in reasons[name] for name, (_, reason) in BROKEN.items()), reasons
     assert result.files == 10 and {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_more_broken_files_than_allowed_is_an_error_with_the_list_and_the_setting(tmp_path, home):
+def test_too_many_broken_files_raise_an_error_with_the_list_and_the_setting(tmp_path, home):
     folder = broken_folder(tmp_path / "set")
     with pytest.raises(TooManyBrokenFilesError) as caught:
         stager(home).stage(dataset(folder), "datasets[0]")
@@ -219,7 +219,7 @@ def test_more_broken_files_than_allowed_is_an_error_with_the_list_and_the_settin
     assert stager(home).stage(dataset(folder, max_broken_share=0.45)).files == 10
 
 
-def test_strict_lists_every_broken_file_even_of_a_reused_arena(tmp_path, home):
+def test_strict_lists_every_broken_file_also_of_a_reused_arena(tmp_path, home):
     folder = broken_folder(tmp_path / "set")
     with pytest.raises(TooManyBrokenFilesError) as caught:
         stager(home).stage(dataset(folder, strict=True))
@@ -229,26 +229,26 @@ def test_strict_lists_every_broken_file_even_of_a_reused_arena(tmp_path, home):
         stager(home).stage(dataset(folder, strict=True))
 
 
-def test_a_folder_without_a_usable_file_is_an_error_that_says_what_there_is(tmp_path, home):
-    with pytest.raises(SourceError, match=r"no image files in .*1 video file left out: dataset_type is image"):
+def test_a_folder_without_usable_files_is_refused(tmp_path, home):
+    with pytest.raises(SourceError, match=r"no image files in .*1 video file skipped: dataset_type is image"):
         stager(home).stage(dataset(write(tmp_path / "v", {"a.mp4": video()})))
-    with pytest.raises(StageError, match="none of its 1 files can be used"):
+    with pytest.raises(StageError, match="none of its 1 files is usable"):
         stager(home).stage(dataset(write(tmp_path / "b", {"a.jpg": b"x"}), max_broken_share=1))
     assert names(home) == []
 
 
-def test_damage_inside_a_picture_is_found_only_by_decoding_it(tmp_path, home):
+def test_damaged_pixels_are_found_only_by_check_decode(tmp_path, home):
     content = bytearray(picture("png", (64, 64)))
     middle = len(content) // 2
     content[middle : middle + 40] = bytes(40)
-    folder = write(tmp_path / "set", pictures(30, **{"hurt.png": bytes(content)}))
+    folder = write(tmp_path / "set", pictures(30, **{"damaged.png": bytes(content)}))
     assert stager(home).stage(dataset(folder)).files == 31
-    told = RecordingSink()
-    assert stager(home, told).stage(dataset(folder, check="decode")).files == 30
-    assert "does not decode" in told.set_aside()["hurt.png"]
+    sink = RecordingSink()
+    assert stager(home, sink).stage(dataset(folder, check="decode")).files == 30
+    assert "does not decode" in sink.set_aside()["damaged.png"]
 
 
-def test_whole_files_of_every_kind_pass_the_check_by_decoding(tmp_path, home):
+def test_complete_files_of_every_kind_pass_check_decode(tmp_path, home):
     kinds = {
         "image": {"a.jpg": picture(orientation=6), "b.png": picture("png"), "c.webp": picture("webp")},
         "video": {"a.mp4": video(), "b.mkv": video("mkv"), "c.mp4": video(rotation=90)},
@@ -261,68 +261,68 @@ def test_whole_files_of_every_kind_pass_the_check_by_decoding(tmp_path, home):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "reason"),
     [
-        (lambda path: path.unlink(), "vanished after it was listed"),
+        (lambda path: path.unlink(), "removed after it was listed"),
         (lambda path: path.write_bytes(picture(seed=77)), "changed after it was listed"),
         (lambda path: os.utime(path, ns=(5, 5)), "changed after it was listed"),
         (lambda path: path.write_bytes(b"short"), "became shorter"),
         (lambda path: (path.unlink(), os.mkfifo(path)), ""),
     ],
 )
-def test_a_file_that_changes_between_listing_and_reading_is_set_aside(tmp_path, home, change, says):
+def test_a_file_that_changes_between_listing_and_reading_is_set_aside(tmp_path, home, change, reason):
     folder = write(tmp_path / "set", pictures(30))
 
     def when(title):
         if title.startswith("staging"):
             change(folder / "007.jpg")
 
-    told = RecordingSink(when)
-    result = stager(home, told).stage(dataset(folder))
-    assert result.files == 29 and says in told.set_aside()["007.jpg"]
+    sink = RecordingSink(when)
+    result = stager(home, sink).stage(dataset(folder))
+    assert result.files == 29 and reason in sink.set_aside()["007.jpg"]
 
 
-def test_progress_knows_files_and_bytes_from_the_start(tmp_path, home):
+def test_progress_shows_the_total_files_and_bytes(tmp_path, home):
     files = pictures(12)
-    told = RecordingSink()
-    stager(home, told).stage(dataset(write(tmp_path / "set", files)))
+    sink = RecordingSink()
+    stager(home, sink).stage(dataset(write(tmp_path / "set", files)))
     total = sum(len(content) for name, content in files.items() if name.endswith(".jpg"))
-    assert ("staging set", 12, total) in told.phases
+    assert ("staging set", 12, total) in sink.phases
 
 
-def test_missing_captions_are_counted_and_empty_ones_are_not(tmp_path, home):
+def test_missing_captions_are_counted_but_not_empty_ones(tmp_path, home):
     files = pictures(6)
     del files["001.txt"], files["002.txt"]
-    told = RecordingSink()
-    stager(home, told).stage(dataset(write(tmp_path / "set", files | {"003.txt": ""})))
-    assert "2 of 6 samples have no caption" in told.warnings()
-    told = RecordingSink()
-    stager(home, told).stage(dataset(tmp_path / "set", captions={"source": "none"}))
-    assert "no caption" not in told.warnings()
+    sink = RecordingSink()
+    stager(home, sink).stage(dataset(write(tmp_path / "set", files | {"003.txt": ""})))
+    assert "2 of 6 samples have no caption" in sink.warnings()
+    sink = RecordingSink()
+    stager(home, sink).stage(dataset(tmp_path / "set", captions={"source": "none"}))
+    assert "no caption" not in sink.warnings()
 
 
-def test_large_files_go_through_in_pieces(tmp_path, home):
+def test_files_larger_than_the_buffer_are_staged(tmp_path, home):
     big = {f"{i}.png": picture("png", (1000, 900), seed=i) for i in range(3)}
     assert min(map(len, big.values())) > 2 << 20
     small = {f"s{i}.jpg": picture(seed=i) for i in range(3)}
     shard = tar(tmp_path / "x.tar", big)
     result = stager(home).stage(dataset(write(tmp_path / "set", big | small)))
-    assert {key: found[0] for key, found in contents(home, result.arena).items()} == {
+    assert {key: stored[0] for key, stored in contents(home, result.arena).items()} == {
         name.rpartition(".")[0]: content for name, content in (big | small).items()
     }
     packed = stager(home).stage(dataset(shard, id="tar"))
-    assert [found[0] for found in contents(home, packed.arena).values()] == list(big.values())
+    assert [stored[0] for stored in contents(home, packed.arena).values()] == list(big.values())
 
 
-def test_of_two_that_stage_the_same_one_works_and_the_other_waits_and_finds_it(tmp_path, home):
+def test_one_of_two_processes_stages_and_the_other_waits_and_reuses_the_arena(tmp_path, home):
     folder = write(tmp_path / "set", pictures(300))
-    held = threading.Event()
+    started = threading.Event()
     release = threading.Event()
     results = {}
 
     def when(title):
         if title.startswith("staging"):
-            held.set()
+            started.set()
             release.wait(20)
 
     def first():
@@ -334,12 +334,12 @@ def test_of_two_that_stage_the_same_one_works_and_the_other_waits_and_finds_it(t
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert held.wait(20)
-    told = RecordingSink(waiting)
-    results["second"] = stager(home, told).stage(dataset(folder))
+    assert started.wait(20)
+    sink = RecordingSink(waiting)
+    results["second"] = stager(home, sink).stage(dataset(folder))
     thread.join()
     assert not results["first"].reused and results["second"].reused
-    assert any(title.startswith("waiting for another process") for title, _, _ in told.phases)
+    assert any(title.startswith("waiting for another process") for title, _, _ in sink.phases)
 
 
 def run_cli(*arguments):
@@ -347,7 +347,7 @@ def run_cli(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_command_stages_and_prints_figures_as_json_and_for_people(tmp_path, home):
+def test_the_command_stages_and_prints_figures_as_json_and_as_text(tmp_path, home):
     folder = write(tmp_path / "cats", pictures(8))
     config = {
         "run": {"output_dir": str(tmp_path / "runs")},
@@ -367,7 +367,7 @@ def test_the_command_stages_and_prints_figures_as_json_and_for_people(tmp_path, 
     assert done.returncode == 1 and "bad.jpg: wrong type" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_columns_are_shared_not_copied(tmp_path, home):
+def test_columns_are_views_not_copies(tmp_path, home):
     result = stager(home).stage(dataset(write(tmp_path / "set", pictures(3))))
     with StagedDataset.open(ArenaHome(home), result.arena) as staged:
         assert not staged.width.flags.owndata and not staged.width.flags.writeable
@@ -375,18 +375,18 @@ def test_columns_are_shared_not_copied(tmp_path, home):
         assert isinstance(staged.fps, np.ndarray) and staged.fps.dtype == np.float32
 
 
-def test_an_arena_that_has_outlived_its_stated_life_is_not_used_again(tmp_path, home):
+def test_an_expired_arena_is_not_reused(tmp_path, home):
     folder = write(tmp_path / "set", pictures(3))
-    brief = dataclasses.replace(stager(home), life=1e-9)
-    first = brief.stage(dataset(folder))
-    assert not brief.stage(dataset(folder)).reused
+    expiring = dataclasses.replace(stager(home), life=1e-9)
+    first = expiring.stage(dataset(folder))
+    assert not expiring.stage(dataset(folder)).reused
     kept = dataclasses.replace(stager(home), life=1.0)
     assert not kept.stage(dataset(folder)).reused and kept.stage(dataset(folder)).reused
     assert names(home) == [first.arena]
 
 
 @pytest.mark.parametrize("verify", ["always", "background"])
-def test_staging_checks_every_byte_of_a_reused_arena_if_asked_to(tmp_path, home, verify):
+def test_staging_verifies_every_byte_of_a_reused_arena(tmp_path, home, verify):
     folder = write(tmp_path / "set", pictures(3))
     result = stager(home).stage(dataset(folder))
     data = next(path for path in (home / result.arena).glob("*.data") if path.stat().st_size > 4096)
@@ -400,11 +400,11 @@ def test_staging_checks_every_byte_of_a_reused_arena_if_asked_to(tmp_path, home,
         dataclasses.replace(stager(home), verify=verify).stage(dataset(folder))
 
 
-def test_without_the_c_part_the_same_is_staged_and_the_price_is_told(tmp_path, home):
-    folder = write(tmp_path / "set", pictures(150, **{"empty.jpg": b"", "bad.jpg": b"no picture"}))
-    told, told_in_python = RecordingSink(), RecordingSink()
-    with_c = stager(home, told).stage(dataset(folder))
-    in_python = dataclasses.replace(stager(tmp_path / "other", told_in_python), library=None).stage(dataset(folder))
+def test_staging_without_the_c_library_gives_the_same_arena_and_a_warning(tmp_path, home):
+    folder = write(tmp_path / "set", pictures(150, **{"empty.jpg": b"", "bad.jpg": b"not an image"}))
+    sink, python_sink = RecordingSink(), RecordingSink()
+    with_c = stager(home, sink).stage(dataset(folder))
+    in_python = dataclasses.replace(stager(tmp_path / "other", python_sink), library=None).stage(dataset(folder))
     assert contents(home, with_c.arena) == contents(tmp_path / "other", in_python.arena)
-    assert told.set_aside() == told_in_python.set_aside() and len(told.set_aside()) == 2
-    assert "without a C compiler" in told_in_python.warnings()
+    assert sink.set_aside() == python_sink.set_aside() and len(sink.set_aside()) == 2
+    assert "without a C compiler" in python_sink.warnings()

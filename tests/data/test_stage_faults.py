@@ -1,4 +1,4 @@
-"""Kills, full file systems and failing disks while staging: a clear error or a line in the list, and nothing left."""
+"""Kills, full file systems and failing disks while staging: a clear error or a set-aside file, and no leftovers."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ def pictures(count, side=96):
     return {f"{i:04d}.jpg": picture("jpeg", (side, side), seed=i) for i in range(count)}
 
 
-def test_twenty_killed_stagers_leave_nothing_in_the_way(tmp_path):
+def test_staging_works_after_twenty_killed_stagers(tmp_path):
     folder = write(tmp_path / "set", pictures(200))
     assert kill_stagers(folder, tmp_path / "home", times=20, seed=0) > 2
 
@@ -28,31 +28,32 @@ def test_twenty_killed_stagers_leave_nothing_in_the_way(tmp_path):
 @pytest.fixture
 def small_tmpfs(tmp_path):
     """A tmpfs of two megabytes."""
-    place = tmp_path / "small"
-    place.mkdir()
+    mount_point = tmp_path / "small"
+    mount_point.mkdir()
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounting a small tmpfs needs root")
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount_point)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    yield mount_point
+    subprocess.run(["umount", str(mount_point)], check=True)
 
 
 def test_a_dataset_larger_than_its_tmpfs_is_refused_before_copying(tmp_path, small_tmpfs):
     folder = write(tmp_path / "set", pictures(300))
-    told = RecordingSink()
+    sink = RecordingSink()
     with pytest.raises(DoesNotFitError, match=r"are free on the shared memory below the arena's home.*are missing"):
-        stager(small_tmpfs / "home", told).stage(dataset(folder))
-    assert not any(title.startswith("staging") for title, _, _ in told.phases)
+        stager(small_tmpfs / "home", sink).stage(dataset(folder))
+    assert not any(title.startswith("staging") for title, _, _ in sink.phases)
     assert names(small_tmpfs / "home") == []
 
 
-def test_a_tmpfs_that_others_fill_meanwhile_stops_staging_with_what_is_missing_and_leaves_nothing(
-    tmp_path, small_tmpfs
-):
+def test_a_tmpfs_filled_by_another_program_ends_staging_with_the_missing_bytes(tmp_path, small_tmpfs):
     folder = write(tmp_path / "set", pictures(200))
 
     def when(title):
@@ -112,12 +113,12 @@ ssize_t pwrite64(int fd, const void *b, size_t n, off64_t at) { return failing_p
 STAGE = """
 import sys
 from pathlib import Path
-from tests.data.staging import Told, dataset, stager
+from tests.data.staging import RecordingSink, dataset, stager
 from supertuner.core.errors import SuperTunerError
-told = Told()
+sink = RecordingSink()
 try:
-    result = stager(Path(sys.argv[2]), told).stage(dataset(Path(sys.argv[1])))
-    print(result.files, told.set_aside())
+    result = stager(Path(sys.argv[2]), sink).stage(dataset(Path(sys.argv[1])))
+    print(result.files, sink.set_aside())
 except SuperTunerError as error:
     print(type(error).__name__, error)
 """
@@ -148,15 +149,15 @@ def staged_on(library, folder, home):
     return done.stdout
 
 
-def test_a_file_that_cannot_be_read_from_a_failing_disk_is_set_aside(tmp_path, failing_disk):
+def test_an_unreadable_file_on_a_failing_disk_is_set_aside(tmp_path, failing_disk):
     folder = write(tmp_path / "set", pictures(30) | {"eio-read.jpg": picture()})
-    said = staged_on(failing_disk, folder, tmp_path / "home")
-    assert said.startswith("30 ") and "'eio-read.jpg': 'unreadable: Input/output error'" in said
+    output = staged_on(failing_disk, folder, tmp_path / "home")
+    assert output.startswith("30 ") and "'eio-read.jpg': 'unreadable: Input/output error'" in output
 
 
-def test_a_failing_disk_below_the_arena_is_an_error_that_names_it_and_nothing_is_left(tmp_path, failing_disk):
+def test_a_failing_disk_of_the_arena_is_named_and_no_arena_remains(tmp_path, failing_disk):
     folder = write(tmp_path / "set", pictures(200))
     home = tmp_path / "eio-write" / "home"
-    said = staged_on(failing_disk, folder, home)
-    assert said.startswith("ArenaError") and "Input/output error" in said and str(home) in said
+    output = staged_on(failing_disk, folder, home)
+    assert output.startswith("ArenaError") and "Input/output error" in output and str(home) in output
     assert names(home) == []

@@ -25,12 +25,12 @@ LASTING = {"every_steps": 2, "keep": 2}
 def failing(place: LauncherEnvironment, path: Path, rank: int, step: int) -> None:
     """Train, and let `rank` fail after a step."""
 
-    def deed() -> None:
+    def action() -> None:
         if place.rank == rank:
             raise StageError("the disk is full; free some")
 
     with open_session(load_config(path), place) as work:
-        train_in_session(work, extra_sink=ActingSink(step, deed))
+        train_in_session(work, extra_sink=ActingSink(step, action))
 
 
 def killed_at(path: Path, ranks: int, rank: int, step: int) -> list[RankOutcome]:
@@ -40,8 +40,8 @@ def killed_at(path: Path, ranks: int, rank: int, step: int) -> list[RankOutcome]
 
 
 def killed_after(path: Path, ranks: int, rank: int, seconds: float) -> bool:
-    """The same at a moment; whether it was killed before the run had ended. The others get what a launcher sends then,
-    which must not be taken for a wish to save: nothing that they could save is whole."""
+    """Kill `rank` after some seconds; returns whether the run had not ended before. The other ranks get the SIGTERM
+    that a launcher sends then, which must not cause a save: nothing that they could save is complete."""
     with launched_ranks(ranks, train, path) as begun:
         time.sleep(seconds)
         alive = begun.running(rank)
@@ -57,8 +57,8 @@ def killed_after(path: Path, ranks: int, rank: int, seconds: float) -> bool:
 
 
 def killed_run(folder: Path, name: str, ranks: int, kills: int, seed: int, usual_s: float) -> int:
-    """Start a run again and again, a random rank killed at a random moment each time, and then let it end. Whenever it
-    reaches its end before all kills are spent it is compared, and begins anew. How often it reached it."""
+    """Start a run repeatedly, killing a random rank at a random moment each time, then let it finish. Whenever it
+    finishes before all kills are used up, it is compared and restarted. Returns how often it finished."""
     chance, done, ends = random.Random(seed), 0, 0
     path = a_run(folder, name, ranks, checkpoints=LASTING)
     while done < kills:
@@ -79,7 +79,7 @@ def _end(path: Path, folder: Path, name: str, ranks: int) -> None:
 
 
 def check_same(folder: Path, name: str) -> None:
-    """The run's files are, to the bit, those of the run `whole` that nothing happened to."""
+    """The run's files equal, to the bit, those of the undisturbed run `whole`."""
     expected, found = artefacts(folder / "whole" / "run"), artefacts(folder / name / "run")
     assert sorted(found) == sorted(expected)
     assert [file for file in expected if found[file] != expected[file]] == []

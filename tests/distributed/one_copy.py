@@ -1,4 +1,4 @@
-"""What the ranks of a node run in tests of one copy of the data: staging, and caches, without a group of torch's."""
+"""What the ranks of a node do in tests of one copy of the data: staging and caches, without a torch process group."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from tests.train.encoding.encoding_helpers import (
 def stage(
     place: LauncherEnvironment, tmp: Path, config: RunConfig, hold: str = ""
 ) -> tuple[RecordingSink, dict[str, bytes], bytes]:
-    """Open the corpus; what was told, what is staged, and the order. The first process stops for ever in the phase
-    whose title begins with `hold`."""
+    """Open the corpus; returns the events, what is staged, and the order. Rank 0 waits for ever in the phase whose
+    title begins with `hold`."""
 
     def when(title: str) -> None:
         if hold and title.startswith(hold):
             (tmp / "waiting").touch()
             threading.Event().wait()
 
-    told = RecordingSink(when)
+    sink = RecordingSink(when)
     with (
         meet_peers(tmp, place) as peers,
-        open_corpus(config, RunContext(tmp, told, told, HostFacts(), peers)) as corpus,
+        open_corpus(config, RunContext(tmp, sink, sink, HostFacts(), peers)) as corpus,
     ):
         (part,) = corpus.datasets
         found = {part.samples.key(i): bytes(part.samples.media(i)) for i in range(len(part.samples))}
         order = corpus.order.slice(0, 100).sample.tobytes()
         until_all(tmp / "barrier", "staged", place.rank, place.world_size)
-    told._when = None  # type: ignore[assignment]  # a function of ours cannot go back to the test
-    return told, found, order
+    sink._on_phase = None  # type: ignore[assignment]  # a local function cannot be pickled
+    return sink, found, order
 
 
 def digests(of: dict[int, tuple[dict, dict]]) -> dict[int, str]:
-    """What was served at each position, as a digest of names, types, shapes and bits."""
+    """For each position a digest of names, dtypes, shapes and bits of its tensors."""
     found = {}
     for position, both in of.items():
         digest = hashlib.sha256()
@@ -67,9 +67,9 @@ def digests(of: dict[int, tuple[dict, dict]]) -> dict[int, str]:
 def encode(
     place: LauncherEnvironment, tmp: Path, config: RunConfig, model: Path, epochs: int, idle: bool, until: int | None
 ) -> tuple[int, list[str], dict[int, str]]:
-    """Serve all epochs from caches that the ranks fill together; what was encoded here, and what was served.
+    """Read all epochs from caches that the ranks fill together; returns what was encoded here, and what was read.
 
-    With `idle`, all ranks but the first ask for nothing: no sample is theirs.
+    With `idle`, all ranks but rank 0 request nothing: they have no samples.
     """
     family, read = tiny("wan2.2", model)
     family, count = with_counting_encoders(family)
@@ -85,7 +85,7 @@ def encode(
 
 
 def refuse(place: LauncherEnvironment, tmp: Path, config: RunConfig, model: Path, rank: int, then: str) -> None:
-    """The encoder of one rank fails, or waits for ever, at its first sample."""
+    """The encoder of one rank fails, or hangs, at its first sample."""
     import dataclasses
 
     family, read = tiny("wan2.2", model)
@@ -105,7 +105,7 @@ def refuse(place: LauncherEnvironment, tmp: Path, config: RunConfig, model: Path
                 threading.Event().wait()
             return self.inner.encode(media)
 
-    changed = dataclasses.replace(family, media_encoder=Media)
+    changed = dataclasses.replace(family, build_media_encoder=Media)
     with ExitStack() as stack:
         peers = stack.enter_context(meet_peers(tmp, place))
         corpus, encoded = stack.enter_context(open_run(config, encoding_spec(changed, read), NullSink(), peers=peers))

@@ -1,7 +1,7 @@
-"""Several processes that work together in a test: begun by a fork server, met over a store of the test's own.
+"""Several processes that work together in a test: started by a fork server, connected by a store of the test process.
 
-The store is the test's, as a launcher's is torchrun's: no port can be taken by somebody else before the ranks meet.
-Whatever happens, no process is left behind: leaving ends those that still run, and they end with the fork server.
+The test owns the store, as torchrun does for its processes, so no other process can take the port before the ranks
+meet. No process is left behind: leaving the block ends those that still run, and they end with the fork server.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RankOutcome:
 
 
 class RankProcesses:
-    """Ranks at work, for tests that do something to one of them."""
+    """Running ranks, for tests that interfere with one of them."""
 
     def __init__(self, processes: list[ForkServerProcess], ends: list[Connection]) -> None:
         self._processes, self._ends = processes, ends
@@ -66,7 +66,7 @@ class RankProcesses:
         os.kill(self.pids[rank], number)
 
     def wait_for(self, file: Path, seconds: float = VERY_LONG_S) -> None:
-        """Until a rank made that file; TimeoutError after so long."""
+        """Wait until a rank has created that file; TimeoutError after the limit."""
         end = time.monotonic() + seconds
         while not file.exists():
             assert all(map(self.running, range(len(self._processes)))), f"one ended before there was {file}"
@@ -81,7 +81,7 @@ class RankProcesses:
         return [self._outcomes[rank] for rank in range(len(self._processes))]
 
     def values(self) -> list[Any]:
-        """What each rank returned. The first that ends otherwise fails the test, whatever the others wait for."""
+        """The results of all ranks. The first rank that fails ends the test, whatever the others wait for."""
         self._wait_until_one_fails()
         failed = [rank for rank, outcome in self._outcomes.items() if not outcome.ended_well]
         assert not failed, "\n".join(map(self._how, failed))
@@ -94,7 +94,7 @@ class RankProcesses:
             end.close()
 
     def _wait_until_one_fails(self) -> None:
-        """Those that lost it say so a moment later or earlier: all of them are heard."""
+        """Other ranks that lost their connection report it a moment earlier or later: collect all of them."""
         waiting = {end: rank for rank, end in enumerate(self._ends) if rank not in self._outcomes}
         patience_s = None
         while waiting and (answered := wait(list(waiting), patience_s)):
@@ -120,7 +120,7 @@ class RankProcesses:
 
 @dataclass(frozen=True, slots=True)
 class LauncherProcess:
-    """A process that has the store and does nothing else, for tests that do something to it."""
+    """A process that only serves the store, for tests that interfere with it."""
 
     process: ForkServerProcess
     port: int
@@ -144,10 +144,10 @@ def a_launcher() -> Iterator[LauncherProcess]:
 def launched_ranks(
     count: int, work: Callable[..., object], *of: object, launcher: LauncherProcess | None = None
 ) -> Iterator[RankProcesses]:
-    """`work(place, *of)` in each of `count` processes that have what torchrun would give them in variables.
+    """Run `work(place, *of)` in each of `count` processes with the environment that torchrun would set.
 
-    `work` is a function of a module; what it is given and returns can be pickled. The store is the launcher's, if there
-    is one.
+    `work` is a module-level function; its arguments and result can be pickled. The store is the launcher's, if there is
+    one.
     """
     store = None if launcher else _own_store()
     port = launcher.port if store is None else store.port
@@ -166,26 +166,26 @@ def launched_ranks(
 
 
 def run_launched(count: int, work: Callable[..., Value], *of: object) -> list[Value]:
-    """What `work(place, *of)` returns in each of `count` processes that a launcher seems to have started."""
+    """The results of `work(place, *of)` in `count` processes that look as if a launcher had started them."""
     with launched_ranks(count, work, *of) as ranks:
         return ranks.values()
 
 
 @contextmanager
 def joined_ranks(count: int, work: Callable[..., object], *of: object) -> Iterator[RankProcesses]:
-    """`work(group, *of)` in each of `count` processes that are joined (`supertuner.distributed.torch_process_group`)."""
+    """Run `work(group, *of)` in each of `count` processes that have joined a process group."""
     with launched_ranks(count, _joined, work, *of) as ranks:
         yield ranks
 
 
 def run_ranks(count: int, work: Callable[..., Value], *of: object) -> list[Value]:
-    """What `work(group, *of)` returns in each of `count` joined processes, in the order of ranks."""
+    """The results of `work(group, *of)` in `count` joined processes, in the order of ranks."""
     with joined_ranks(count, work, *of) as ranks:
         return ranks.values()
 
 
 def command(place: LauncherEnvironment, logs: Path, *arguments: str) -> int:
-    """For `run_launched`: `supertuner arguments…`; its exit code. What it says is in `logs / "rank-N.txt"`."""
+    """For `run_launched`: run `supertuner arguments…`; returns its exit code. Output: `logs / "rank-N.txt"`."""
     log = os.open(logs / f"rank-{place.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -203,7 +203,7 @@ def command(place: LauncherEnvironment, logs: Path, *arguments: str) -> int:
 
 
 def rank_log(logs: Path, rank: int) -> str:
-    """What a `command` of this rank said."""
+    """The output of a `command` of this rank."""
     return (logs / f"rank-{rank}.txt").read_text(errors="replace")
 
 
@@ -223,7 +223,7 @@ def _rank(
     answer: Connection, place: LauncherEnvironment, port: int, work: Callable[..., object], of: tuple[object, ...]
 ) -> None:
     """A rank's side."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with the fork server, should nobody end it before
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the fork server, if nothing ends it before
     os.environ |= {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world_size),
@@ -232,13 +232,13 @@ def _rank(
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: rank 0 makes none
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store exists already: rank 0 creates none
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torch.set_num_threads(1)
     try:
         value = work(place, *of)
-    except BaseException:  # noqa: BLE001 — whatever it is, the test is told
+    except BaseException:  # noqa: BLE001 — any error is reported to the test
         answer.send((None, traceback.format_exc()))
     else:
         answer.send((value, None))

@@ -1,4 +1,4 @@
-"""Whole runs in ranks: real configurations, pictures and caches, and what happens to a rank in the middle of one."""
+"""Complete runs on several ranks: real configurations, images and caches, and faults of one rank in the middle."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ STEPS = 8
 
 
 def a_run(folder: Path, name: str, ranks: int, **changed: Any) -> Path:
-    """A configuration of windows of 4 samples, whatever the number of processes: two experts, with dropout's chance
-    left out, which is each process's own."""
+    """A configuration with windows of 4 samples on any number of ranks: two experts, without dropout, whose random
+    numbers differ between ranks."""
     data = folder / "data"
     if not data.exists():
         pictures(data / "train", 6)
@@ -57,7 +57,7 @@ def losses(run: Path) -> list[dict[str, Any]]:
 
 @dataclass
 class RankRunResult:
-    """How a rank's run ended, and what it said on the way."""
+    """How a rank's run ended, and its messages."""
 
     step: int = 0
     samples: int = 0
@@ -68,10 +68,10 @@ class RankRunResult:
 
 
 class ActingSink:
-    """A sink that does something once, when a step is done."""
+    """A sink that calls a function once, after a step."""
 
-    def __init__(self, step: int, deed: Callable[[], None]) -> None:
-        self._step, self._action = step, deed
+    def __init__(self, step: int, action: Callable[[], None]) -> None:
+        self._step, self._action = step, action
         self.messages: list[str] = []
 
     def emit(self, event: Event) -> None:
@@ -82,27 +82,27 @@ class ActingSink:
 
 
 def train(place: LauncherEnvironment, path: Path, rank: int = -1, step: int = 0, signal: int = 0) -> RankRunResult:
-    """What `supertuner train` does, as one of several ranks; `rank` sends itself a signal after a step."""
+    """Do what `supertuner train` does, as one of several ranks; `rank` sends itself a signal after a step."""
 
-    def deed() -> None:
+    def action() -> None:
         if place.rank == rank:
             os.kill(os.getpid(), signal)
 
-    doing = ActingSink(step, deed)
+    doing = ActingSink(step, action)
     with open_session(load_config(path), place) as work:
         done = train_in_session(work, extra_sink=doing)
     return RankRunResult(done.steps, done.samples, done.stopped_by, None, doing.messages)
 
 
 def request(place: LauncherEnvironment, path: Path, step: int, kinds: tuple[str, ...]) -> RankRunResult:
-    """The same, while somebody asks the run for something after a step."""
+    """Train, with a request to the run after a step."""
 
-    def deed() -> None:
+    def action() -> None:
         if place.rank == 1:
             for kind in kinds:
                 (run_folder(path) / "requests" / f"ask-{kind}.json").write_text(json.dumps({"kind": kind}))
 
-    doing = ActingSink(step, deed)
+    doing = ActingSink(step, action)
     with open_session(load_config(path), place) as work:
         done = train_in_session(work, extra_sink=doing)
     return RankRunResult(done.steps, done.samples, done.stopped_by, None, doing.messages)
@@ -114,7 +114,7 @@ def run_folder(path: Path) -> Path:
 
 
 class NanSampleSource:
-    """Encoded samples of which one is no number."""
+    """Encoded samples of which one is NaN."""
 
     def __init__(self, inner: Any, position: int) -> None:
         self._inner, self._position = inner, position
@@ -131,7 +131,7 @@ class NanSampleSource:
 
 
 def train_on_nan_sample(group: TorchProcessGroup, path: Path, position: int) -> RankRunResult:
-    """Train until a sample is met that is no number."""
+    """Train until a sample is NaN."""
     from supertuner.train.loop import train as loop
 
     doing = ActingSink(0, lambda: None)
@@ -148,16 +148,16 @@ def train_on_nan_sample(group: TorchProcessGroup, path: Path, position: int) -> 
         except SuperTunerError as problem:
             error = str(problem)
         weights = {
-            f"{trainee.expert.name}.{name}": parameter.detach().numpy().copy()
-            for trainee in run.expert_states
-            for name, parameter in trainee.parameters.items()
+            f"{expert_state.expert.name}.{name}": parameter.detach().numpy().copy()
+            for expert_state in run.expert_states
+            for name, parameter in expert_state.parameters.items()
         }
         name = run.collator.sample_name(position)
     return RankRunResult(run.step, run.samples_consumed, None, error, [name, *doing.messages], weights)
 
 
 def other(group: TorchProcessGroup, path: Path, setting: str) -> str:
-    """Open a run whose configuration is another one in rank 1; what is said of it."""
+    """Open a run whose configuration differs on rank 1; returns the error message."""
     folder = run_folder(path)
     folder.mkdir(parents=True, exist_ok=True)
     sets = [setting] if group.rank == 1 and setting else []

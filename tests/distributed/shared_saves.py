@@ -1,4 +1,4 @@
-"""What ranks of tests/distributed/test_shared_saves.py do: runs of all weights in parts, and saves that go wrong in one."""
+"""What the ranks of test_shared_saves.py do: runs with sharded weights, and saves that fail on one rank."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class SaveObservations:
 
     errors: list[str] = field(default_factory=list)
     answers: list[tuple[str | None, str]] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
     steps: list[list[int]] = field(default_factory=list)
     """Checkpoints that were whole after each save."""
 
     def emit(self, event: Event, /) -> None:
         if isinstance(event, WarningEvent | NoteEvent):
-            self.said.append(f"{event.what}: {event.message}")
+            self.messages.append(f"{event.what}: {event.message}")
 
 
 @contextmanager
 def small_files(most: int) -> Iterator[None]:
-    """As on a disk that is full: no file can have more bytes."""
+    """Limit the size of files, as a full disk would."""
     before, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
     try:
@@ -67,7 +67,7 @@ def a_shared_run(place: LauncherEnvironment, path: Path, found: SaveObservations
 
 
 def failing(place: LauncherEnvironment, path: Path, bad: int) -> SaveObservations:
-    """Three saves, of which the second is asked for and the third is due, and one rank cannot write those two."""
+    """Three saves: the second is requested, the third scheduled, and one rank cannot write these two."""
     found = SaveObservations()
 
     def answer(made: Path | None, why: str) -> None:
@@ -94,12 +94,12 @@ def failing(place: LauncherEnvironment, path: Path, bad: int) -> SaveObservation
             found.errors.append(str(error))
         run.process_group.all_reduce_max([0])
         found.steps.append([one.step for one in find_checkpoints(folder) if one.problem is None])
-        found.said.append(",".join(sorted(os.listdir(folder))))
+        found.messages.append(",".join(sorted(os.listdir(folder))))
     return found
 
 
 def killed(place: LauncherEnvironment, path: Path, bad: int) -> SaveObservations:
-    """A save of which one rank is killed before its part is written."""
+    """A save in which one rank is killed before its shard is written."""
     found = SaveObservations()
     with a_shared_run(place, path, found) as run, CheckpointSaver(run) as saves:
         saves.save()

@@ -1,6 +1,6 @@
-"""Windows on a tiny Wan2.2 whose weights are shared out: what tests run in each rank, and by one process to compare.
+"""Windows on a tiny Wan2.2 with sharded weights: what tests run on each rank, and on one process to compare.
 
-What is returned are plain arrays; parts of tensors come with the row they begin at.
+Results are plain arrays; shards come with the index of their first row.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ShardingResult:
 
 
 def a_trained(source: ModelSource, case: ShardingCase, seed: int = 0) -> TrainableExpert:
-    """The low-noise expert with an adapter that is not zero anywhere, or with all of its weights."""
+    """The low-noise expert with an adapter without zeros, or with all weights trained."""
     model = wan22.read_model(source)
     dtype = torch.float32 if case.kind == "full" or case.precision == "fp32" else torch.bfloat16
     module = wan22.FAMILY.load_denoiser(model, model.experts[-1], dtype)
@@ -75,15 +75,17 @@ def a_trainee(trained: TrainableExpert) -> ExpertState:
 
 
 def opened(group: ProcessGroup, case: ShardingCase) -> tuple[ProcessGroup, FsdpSharder | None]:
-    """The processes as a run sees them: alone, or with a sharing as the settings say."""
+    """The process group of a run: a single process, or one with a sharder for these settings."""
     if not isinstance(group, TorchProcessGroup):
         return group, None
     sharing = create_fsdp_sharder(case.settings, CPU)
-    return replace(group, in_step=True, sharing=sharing, reduction=FsdpGradientReduction(sharing)), sharing
+    return replace(
+        group, forward_is_collective=True, sharder=sharing, reduction=FsdpGradientReduction(sharing)
+    ), sharing
 
 
 def shared_out(parallel: ProcessGroup, source: ModelSource, cases: list[ShardingCase]) -> list[ShardingResult]:
-    """Each case through all windows."""
+    """Train each case through all windows."""
     return [_through(parallel, source, case) for case in cases]
 
 
@@ -91,24 +93,24 @@ def _through(group: ProcessGroup, source: ModelSource, case: ShardingCase) -> Sh
     parallel, sharing = opened(group, case)
     whole = a_trained(source, case)
     trained = whole if sharing is None else sharing.shard_expert(whole)
-    trainee = a_trainee(trained)
-    results = [window(parallel, source, trainee, span, case) for span in WINDOWS]
-    assert trainee.ema is not None
+    expert_state = a_trainee(trained)
+    results = [window(parallel, source, expert_state, span, case) for span in WINDOWS]
+    assert expert_state.ema is not None
     return ShardingResult(
         [result.loss for result in results],
         [result.grad_norm for result in results],
         {name: parameter.detach().numpy().copy() for name, parameter in trained.parameters.items()},
-        {name: average.numpy().copy() for name, average in trainee.ema.averages.items()},
+        {name: average.numpy().copy() for name, average in expert_state.ema.averages.items()},
         {} if trained.shards is None else {name: place.first_row for name, place in trained.shards.row_shards.items()},
     )
 
 
 def window(
-    parallel: ProcessGroup, source: ModelSource, trainee: ExpertState, span: range, case: ShardingCase
+    parallel: ProcessGroup, source: ModelSource, expert_state: ExpertState, span: range, case: ShardingCase
 ) -> WindowResult:
     batches = share_of(parallel, span)
     return train_window(
-        trainee,
+        expert_state,
         batches,
         samples=len(span),
         learning_rate=case.rate,
@@ -118,7 +120,7 @@ def window(
 
 
 def share_of(parallel: ProcessGroup, span: range) -> list[StepBatch]:
-    """This process's share in batches of up to two; where others have more, idle ones."""
+    """This rank's samples in batches of up to two, padded with idle batches if other ranks have more."""
     counts = [len(_cut(shard_window(span, rank, parallel.world_size))) for rank in range(parallel.world_size)]
     own = _cut(shard_window(span, parallel.rank, parallel.world_size))
     idle = replace(build_wan_batch([span.start], 4), idle=True)
@@ -134,7 +136,7 @@ def by_one_process(_: LauncherEnvironment, source: ModelSource, cases: list[Shar
 
 
 def together(found: list[ShardingResult]) -> ShardingResult:
-    """What ranks have in parts, as one; what all have whole must be the same in all, to the bit."""
+    """Join the shards of all ranks; values that are whole on each rank must be equal to the bit."""
     first = found[0]
 
     def joined(fields: list[dict[str, Array]]) -> dict[str, Array]:

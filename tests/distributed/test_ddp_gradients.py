@@ -1,4 +1,4 @@
-"""Gradients of a window are those of one process, however many it is shared out over: 1×8, 2×4 and 4×2 agree."""
+"""The gradients of a window do not depend on the number of ranks: 1×8, 2×4 and 4×2 agree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RAGGED: dict[str, Any] = {"ramp": (1, 9, 24), "total": 45, "sizes": (9, 4, 7), "
 
 
 def _all_kinds(parallel: ProcessGroup, source: ModelSource) -> dict[str, WindowRecord]:
-    """8 samples in batches of one; then windows that fewer processes have a share in."""
+    """8 samples in batches of one; then windows in which some ranks have no samples."""
     return {kind: wan_windows(parallel, source, kind, samples=(8, 3, 1)) for kind in KINDS}
 
 
@@ -32,7 +32,7 @@ def _ragged(parallel: ProcessGroup, **changed: Any) -> WindowRecord:
 
 
 def farthest(left: Mapping[str, Array], right: Mapping[str, Array]) -> float:
-    """The largest difference of any number, beside the largest number of its tensor or 1."""
+    """The largest difference of any value, relative to the largest value of its tensor or 1."""
     assert left.keys() == right.keys() and left
     return max(
         float(np.abs(left[name] - right[name]).max() / max(1.0, float(np.abs(right[name]).max()))) for name in left
@@ -56,7 +56,7 @@ def assert_same_bits(left: WindowRecord, right: WindowRecord) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tiny_wan: ModelSource) -> dict[str, WindowRecord]:
-    """By one process: 1×8."""
+    """On one process: 1×8."""
     return _all_kinds(SingleProcess(), tiny_wan)
 
 
@@ -85,16 +85,16 @@ def test_a_growing_ramp_over_ragged_buckets_has_the_gradients_of_one_process(ran
     assert idle > 0, "a window of one sample leaves somebody without"
 
 
-def test_in_fp64_nothing_is_left_of_the_difference() -> None:
-    """So what fp32 shows is rounding, and no sample counts twice or not at all."""
+def test_in_fp64_the_difference_vanishes() -> None:
+    """So the difference in fp32 is rounding, and no sample counts twice or not at all."""
     expected = _ragged(SingleProcess(), double=True)
     for made in run_ranks(3, partial(_ragged, double=True)):
         for mine, theirs in zip(made.gradients, expected.gradients, strict=True):
             assert farthest(mine, theirs) <= 1e-14
 
 
-def test_an_overflow_in_one_process_halves_the_scale_of_all_and_nobody_steps() -> None:
-    """Position 7 of a window of 8 is the last process's."""
+def test_an_overflow_on_one_rank_halves_the_scale_on_all_and_no_rank_steps() -> None:
+    """Position 7 of a window of 8 belongs to the last rank."""
     fp16: dict[str, Any] = {"ramp": (8, 8, 0), "total": 24, "sizes": (20,), "precision": "fp16", "rate": 1e-3}
     fp16["loud"] = 7
     expected = _ragged(SingleProcess(), **fp16)

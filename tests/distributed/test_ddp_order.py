@@ -1,4 +1,4 @@
-"""The order of samples is the same for every number of processes, and of a window each sample is somebody's once."""
+"""The order of samples is the same on any number of ranks, and each sample of a window belongs to exactly one rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from supertuner.distributed.process_group import ProcessGroup, SingleProcess
 from supertuner.optim.schedule import BatchRamp, TrainingSchedule
 from supertuner.train.run.dataloader import LoaderOptions, TrainingDataLoader
-from tests.train.test_dataloader import EXPERTS, NumberedSamples, build_collator, build_schedule
+from tests.train.run.test_dataloader import EXPERTS, NumberedSamples, build_collator, build_schedule
 
 
 @dataclass(frozen=True)
 class RankStub(SingleProcess):
-    """A rank that only says which one it is."""
+    """A process group that only has a rank and a world size."""
 
     rank: int = 0
     world_size: int = 1
@@ -27,8 +27,8 @@ class RankStub(SingleProcess):
 def trained_by(
     parallel: ProcessGroup, sizes: tuple[int, ...], run: TrainingSchedule, batch_size: int, begin: int = 0
 ) -> list[Any]:
-    """Of each window, what this process trains: position → the bytes of its sample, noise and level."""
-    feed = TrainingDataLoader(
+    """For each window, what this rank trains: position → the bytes of its sample, noise and sigma."""
+    loader = TrainingDataLoader(
         build_collator(sizes, batch_size, NumberedSamples()),
         run,
         EXPERTS,
@@ -36,7 +36,7 @@ def trained_by(
         parallel,
         start_step=begin,
     )
-    with feed:
+    with loader:
         return [
             {
                 position: (window.plan.expert_index, *(t[row].numpy().tobytes() for t in batch.tensors()))
@@ -44,13 +44,13 @@ def trained_by(
                 if not batch.idle
                 for row, position in enumerate(batch.positions)
             }
-            for window in feed
+            for window in loader
         ]
 
 
-def fingerprint(ranks: int, *of: Any, in_step: bool = False) -> str:
-    """A hash over all windows of all processes together, in the order of positions."""
-    shares = [trained_by(RankStub(rank, ranks, forward_is_collective=in_step), *of) for rank in range(ranks)]
+def fingerprint(ranks: int, *of: Any, collective: bool = False) -> str:
+    """A hash over all windows of all ranks, in the order of positions."""
+    shares = [trained_by(RankStub(rank, ranks, forward_is_collective=collective), *of) for rank in range(ranks)]
     digest = xxhash.xxh3_128()
     for own in zip(*shares, strict=True):
         together: dict[int, tuple[Any, ...]] = {}
@@ -70,19 +70,19 @@ def fingerprint(ranks: int, *of: Any, in_step: bool = False) -> str:
     start=st.integers(1, 5),
     grow=st.integers(0, 6),
     total=st.integers(1, 30),
-    in_step=st.booleans(),
+    collective=st.booleans(),
 )
 def test_the_order_hash_does_not_depend_on_the_number_of_processes(
-    sizes: tuple[int, int, int], batch_size: int, start: int, grow: int, total: int, in_step: bool
+    sizes: tuple[int, int, int], batch_size: int, start: int, grow: int, total: int, collective: bool
 ) -> None:
     of = (sizes, build_schedule(BatchRamp(start, start + grow, 20), total), batch_size)
     alone = fingerprint(1, *of)
-    assert {fingerprint(ranks, *of, in_step=in_step) for ranks in (2, 4)} == {alone}
+    assert {fingerprint(ranks, *of, collective=collective) for ranks in (2, 4)} == {alone}
 
 
 @settings(max_examples=6, deadline=None)
 @given(sizes=st.tuples(*(st.integers(1, 9),) * 3), total=st.integers(6, 30), data=st.data())
-def test_a_run_may_go_on_on_another_number_of_processes_at_any_step(
+def test_a_run_may_resume_on_another_number_of_ranks_at_any_step(
     sizes: tuple[int, int, int], total: int, data: st.DataObject
 ) -> None:
     run = build_schedule(BatchRamp(3, 7, 20), total)
@@ -93,19 +93,19 @@ def test_a_run_may_go_on_on_another_number_of_processes_at_any_step(
         assert {position: sample for one in own for position, sample in one.items()} == window
 
 
-def test_processes_in_step_compute_the_same_number_of_batches_in_every_window() -> None:
+def test_ranks_that_shard_weights_compute_equally_many_batches_per_window() -> None:
     run = build_schedule(BatchRamp(1, 9, 30), 60)
     for ranks in (2, 4):
         plans = []
         for rank in range(ranks):
-            feed = TrainingDataLoader(
+            loader = TrainingDataLoader(
                 build_collator((9, 4, 7), 2, NumberedSamples()),
                 run,
                 EXPERTS,
                 LoaderOptions(2, switch_every=2, batches_ahead=1),
                 RankStub(rank, ranks, forward_is_collective=True),
             )
-            with feed:
-                plans.append([(window.plan.local_batches, len(list(window))) for window in feed])
+            with loader:
+                plans.append([(window.plan.local_batches, len(list(window))) for window in loader])
         assert all(own == plans[0] for own in plans)
         assert all(planned == made > 0 for planned, made in plans[0])

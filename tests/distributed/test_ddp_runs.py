@@ -1,4 +1,4 @@
-"""Runs on several processes: the same as on one, and they may stop on some and go on on others at the same sample."""
+"""Runs on several ranks equal those on one, and may resume on another number of ranks at the same sample."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def exported(run: Path) -> dict[str, Any]:
 
 
 def assert_alike(run: Path, other: Path) -> None:
-    """The same windows of the same samples, losses and weights close to each other."""
+    """Equal windows and samples; losses and weights are close."""
     mine, theirs = losses(run), losses(other)
     for field in ("step", "samples", "window", "expert"):
         assert [line[field] for line in mine] == [line[field] for line in theirs]
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
-    """The folder of a run on two processes that nothing happened to."""
+    """The folder of an undisturbed run on two ranks."""
     path = a_run(folder, "whole", 2)
     assert [done.step for done in run_launched(2, train, path)] == [STEPS, STEPS]
     return run_folder(path)
@@ -65,7 +65,7 @@ def whole(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def stopped(folder: Path) -> Path:
-    """The configuration of one that the second of two processes stopped after step 3."""
+    """The configuration of a run that rank 1 of two stopped after step 3."""
     path = a_run(folder, "stopped", 2)
     for done in run_launched(2, train, path, 1, 3, signal.SIGTERM):
         assert (done.step, done.samples, done.stopped_by) == (3, 12, "SIGTERM")
@@ -73,7 +73,7 @@ def stopped(folder: Path) -> Path:
 
 
 def again(stopped: Path) -> Path:
-    """The folder of the stopped run as it was when it stopped, whatever became of it since."""
+    """The folder of the stopped run, restored to its state when it stopped."""
     run, kept = run_folder(stopped), stopped.with_suffix(".kept")
     if not kept.exists():
         shutil.copytree(run, kept)
@@ -82,13 +82,13 @@ def again(stopped: Path) -> Path:
     return run
 
 
-def test_one_process_and_two_train_the_same(folder: Path, whole: Path) -> None:
+def test_one_rank_and_two_ranks_train_the_same(folder: Path, whole: Path) -> None:
     path = a_run(folder, "alone", 1)
     run_launched(1, train, path)
     assert_alike(whole, run_folder(path))
 
 
-def test_a_run_stopped_on_two_goes_on_on_two_to_the_bit(stopped: Path, whole: Path) -> None:
+def test_a_run_stopped_on_two_ranks_resumes_on_two_to_the_bit(stopped: Path, whole: Path) -> None:
     run = again(stopped)
     assert [done.step for done in run_launched(2, train, stopped)] == [STEPS, STEPS]
     mine, theirs = artefacts(run), artefacts(whole)
@@ -99,7 +99,9 @@ def test_a_run_stopped_on_two_goes_on_on_two_to_the_bit(stopped: Path, whole: Pa
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_run_stopped_on_two_goes_on_on_others_at_the_same_sample(stopped: Path, whole: Path, ranks: int) -> None:
+def test_a_run_stopped_on_two_ranks_resumes_on_another_number_at_the_same_sample(
+    stopped: Path, whole: Path, ranks: int
+) -> None:
     run = again(stopped)
     ended = run_launched(ranks, train, stopped)
     assert [done.samples for done in ended] == [4 * STEPS] * ranks
@@ -107,22 +109,22 @@ def test_a_run_stopped_on_two_goes_on_on_others_at_the_same_sample(stopped: Path
     assert_alike(run, whole)
 
 
-def test_only_the_first_process_speaks(folder: Path, tmp_path: Path) -> None:
+def test_only_rank_0_reports(folder: Path, tmp_path: Path) -> None:
     path = a_run(folder, "spoken", 2, train={"max_steps": 1})
     assert run_launched(2, command, tmp_path, "train", str(path)) == [0, 0]
     assert "trained 1 steps, 4 samples" in rank_log(tmp_path, 0)
     assert rank_log(tmp_path, 1).strip() == ""
 
 
-def test_ctrl_c_to_any_process_stops_all_of_them_with_a_checkpoint(folder: Path) -> None:
-    """(SIGTERM is what stopped the run above.)"""
+def test_ctrl_c_on_any_rank_stops_all_ranks_with_a_checkpoint(folder: Path) -> None:
+    """(The run above was stopped by SIGTERM.)"""
     path = a_run(folder, "interrupted", 2)
     for done in run_launched(2, train, path, 1, 2, signal.SIGINT):
         assert (done.step, done.stopped_by) == (2, "SIGINT")
     assert [place.name for place in (run_folder(path) / "checkpoints").iterdir()] == ["step-00000002"]
 
 
-def test_a_signal_to_any_process_has_the_first_one_validate(folder: Path) -> None:
+def test_sigusr1_to_any_rank_makes_rank_0_validate(folder: Path) -> None:
     path = a_run(folder, "asked-by-signal", 2, train={"max_steps": 3})
     run_launched(2, train, path, 1, 2, signal.SIGUSR1)
     asked = list((run_folder(path) / "samples" / "asked").iterdir())
@@ -130,7 +132,7 @@ def test_a_signal_to_any_process_has_the_first_one_validate(folder: Path) -> Non
     assert len(losses(run_folder(path))) == 3
 
 
-def test_requests_from_outside_are_done_once_and_answered(folder: Path) -> None:
+def test_requests_are_carried_out_once_and_answered(folder: Path) -> None:
     path = a_run(folder, "asked", 2, train={"max_steps": 4})
     assert [done.step for done in run_launched(2, request, path, 2, ("checkpoint", "validate"))] == [4, 4]
     answers = {place.name: place.read_text() for place in (run_folder(path) / "requests" / "answers").iterdir()}
@@ -139,14 +141,14 @@ def test_requests_from_outside_are_done_once_and_answered(folder: Path) -> None:
     assert len(losses(run_folder(path))) == 4
 
 
-def test_a_sample_that_is_no_number_is_named_by_all_and_changes_nothing(folder: Path) -> None:
-    """Positions 4 and 5 are of the first process, 6 and 7 of the second."""
+def test_a_sample_with_nan_is_named_by_all_ranks_and_changes_no_weight(folder: Path) -> None:
+    """Positions 4 and 5 belong to rank 0, 6 and 7 to rank 1."""
     path = a_run(folder, "spoilt", 2, train={"max_nonfinite": 1})
     found: list[RankRunResult] = run_ranks(2, train_on_nan_sample, path, 7)
     for done in found:
         name, *_ = done.messages
         assert done.step == 2 and done.error is not None
-        assert f"samples: {name};" in done.error, "only the one that is to blame"
+        assert f"samples: {name};" in done.error, "only the one at fault"
     first, second = found
     assert first.error == second.error
     assert all(np.array_equal(first.weights[name], second.weights[name]) for name in first.weights)
@@ -154,11 +156,11 @@ def test_a_sample_that_is_no_number_is_named_by_all_and_changes_nothing(folder: 
 
 
 @pytest.mark.parametrize("setting", ["", "adapter.rank=3"])
-def test_processes_that_begin_with_other_weights_do_not_begin(folder: Path, setting: str) -> None:
+def test_ranks_with_different_weights_do_not_start(folder: Path, setting: str) -> None:
     path = a_run(folder, f"alike-{bool(setting)}", 2)
-    for said_of_it in run_ranks(2, other, path, setting):
+    for message in run_ranks(2, other, path, setting):
         if setting:
-            assert said_of_it.startswith("rank 1 begins otherwise than rank 0: weights of high_noise (")
-            assert "weights of low_noise (" in said_of_it and "step" not in said_of_it
+            assert message.startswith("rank 1 starts differently from rank 0: weights of high_noise (")
+            assert "weights of low_noise (" in message and "step" not in message
         else:
-            assert said_of_it == "begun"
+            assert message == "begun"

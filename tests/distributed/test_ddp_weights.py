@@ -1,9 +1,9 @@
-"""Weights after many steps are those of one process, within a stated tolerance that no seed exceeds.
+"""Weights after many steps equal those of one process, within a tolerance that no random seed exceeds.
 
-Gradients of one process and of several differ by fp32's rounding, and optimizers carry that on. What is stated: after
-10 steps of AdamW the difference is at most 10⁻⁵ of the way that the weights have gone (both as lengths, over all
-weights of the expert). Automagic branches on signs, so that a rounding may decide which way a rate moves: computed in
-fp64, where signs are the same, its weights are the same to 10⁻⁷ of the way.
+Gradients on one rank and on several differ by rounding in fp32, and optimizers carry that on. The tolerance: after 10
+steps of AdamW the difference is at most 10⁻⁵ of the distance that the weights have moved (Euclidean norms over all
+weights of the expert). Automagic branches on signs, so rounding may decide in which direction a rate moves; computed in
+fp64, where the signs agree, its weights agree to 10⁻⁷ of the distance.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RATE = 1e-3
 
 
 def difference(one: Mapping[str, Array], other: Mapping[str, Array], start: Mapping[str, Array]) -> float:
-    """How far two ends of a way lie apart, as a share of the way."""
+    """The distance of two end points, relative to the distance from the start."""
     apart = sum(float(np.square(one[name].astype(float) - other[name]).sum()) for name in one)
     way = sum(float(np.square(one[name].astype(float) - start[name]).sum()) for name in one)
     assert way > 0, "nothing was trained"
@@ -44,7 +44,7 @@ def assert_alike(
 
 
 def _little(parallel: ProcessGroup, optimizer: str, double: bool, rate: float) -> list[WindowRecord]:
-    """10 windows of 6 to 10 samples of three buckets, for each seed."""
+    """10 windows of 6 to 10 samples of three buckets, for each random seed."""
     shape = {"ramp": (6, 10, 60), "total": 76, "sizes": (9, 4, 7)}
     return [
         little_windows(parallel, **shape, seed=seed, optimizer=optimizer, double=double, rate=rate)  # type: ignore[arg-type]

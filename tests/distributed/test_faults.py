@@ -1,4 +1,4 @@
-"""A rank that dies or fails ends the run on all of them with its name; the next start goes on, to the bit."""
+"""A rank that dies or fails ends the run on all ranks, which name it; the next start resumes to the bit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.distributed.runs import STEPS, a_run, train
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the run `whole` on two processes that nothing happened to."""
+    """With the undisturbed run `whole` on two ranks."""
     made = tmp_path_factory.mktemp("faults")
     assert [done.step for done in run_launched(2, train, a_run(made, "whole", 2, checkpoints=LASTING))] == [STEPS] * 2
     return made
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_named_and_the_next_start_goes_on_to_the_bit(folder, rank):
+def test_a_killed_rank_is_named_and_the_next_start_resumes_to_the_bit(folder, rank):
     path = a_run(folder, f"killed-{rank}", 2, checkpoints=LASTING)
     outcomes = killed_at(path, 2, rank, step=5)
     assert outcomes[rank].exitcode == -9
@@ -31,7 +31,7 @@ def test_a_killed_rank_is_named_and_the_next_start_goes_on_to_the_bit(folder, ra
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_of_one_rank_ends_all_with_it(folder, rank):
+def test_an_error_on_one_rank_ends_all_ranks_with_its_message(folder, rank):
     path = a_run(folder, f"failing-{rank}", 2, checkpoints=LASTING)
     with launched_ranks(2, failing, path, rank, 3) as ranks:
         outcomes = ranks.ended()

@@ -1,4 +1,4 @@
-"""Weights shared out over processes train as those of one process do: losses, gradients, weights and averages."""
+"""Sharded weights train as those of one process: losses, gradients, weights and averages."""
 
 from __future__ import annotations
 
@@ -73,21 +73,19 @@ def by_two(tiny_wan: ModelSource) -> dict[str, ShardingResult]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_that_share_out_the_weights_train_as_one_does(
+def test_two_ranks_with_sharded_weights_train_as_one_process(
     name: str, alone: dict[str, ShardingResult], by_two: dict[str, ShardingResult]
 ) -> None:
     one, two = alone[name], by_two[name]
     exact = CASES[name].precision == "fp32"
     assert two.losses == pytest.approx(one.losses, rel=1e-6 if exact else 1e-3)
     assert two.norms == pytest.approx(one.norms, rel=1e-6 if exact else 1e-2)
-    part_of_a_step = 0.01 if exact else 1.0  # three steps move most weights by three rates
+    part_of_a_step = 0.01 if exact else 1.0  # three steps move most weights by three learning rates
     assert farthest(two.weights, one.weights) <= part_of_a_step * CASES[name].rate
     assert farthest(two.averages, one.averages) <= part_of_a_step * CASES[name].rate
 
 
-def test_parts_that_are_not_alike_or_empty_train_as_one_process_does(
-    tiny_wan: ModelSource, alone: dict[str, ShardingResult]
-) -> None:
+def test_unequal_and_empty_shards_train_as_one_process(tiny_wan: ModelSource, alone: dict[str, ShardingResult]) -> None:
     case = CASES["all weights"]
     ranks = run_ranks(3, shared_out, tiny_wan, [case])
     sizes = {name: [len(found[0].weights[name]) for found in ranks] for name in ranks[0][0].weights}
@@ -98,21 +96,21 @@ def test_parts_that_are_not_alike_or_empty_train_as_one_process_does(
 
 
 def _lent(group: TorchProcessGroup, source: ModelSource, held: bool) -> tuple[bool, bool, float]:
-    """Whether an average that is lent is computed with, and whether the weights return to the bit, in the parts and in
-    what is computed from them; and what whole tensors are wrong by when they are put together."""
+    """Returns whether a temporary average is used, whether the weights return to the bit, in the shards and in what is
+    computed from them, and the error of gathered tensors."""
     case = ShardingCase("full", settings=ParallelSettings(reshard_after_forward=not held))
     _, sharing = opened(group, case)
     assert sharing is not None
     whole = a_trained(source, case)
     before = trainable_state(whole)
     trained = sharing.shard_expert(whole)
-    trainee, rules, batch = a_trainee(trained), wan_step_options(source, "fp32"), [build_wan_batch([1, 2], 4)]
-    first = held_out_losses(trainee, batch, rules)
+    expert_state, options, batch = a_trainee(trained), wan_step_options(source, "fp32"), [build_wan_batch([1, 2], 4)]
+    first = held_out_losses(expert_state, batch, options)
     others = {name: 0.5 * parameter.detach() for name, parameter in trained.parameters.items()}
     kept = trainable_state(trained)
     with temporary_weights(trained, others):
-        lent = held_out_losses(trainee, batch, rules)
-    again = held_out_losses(trainee, batch, rules)
+        lent = held_out_losses(expert_state, batch, options)
+    again = held_out_losses(expert_state, batch, options)
     assert trained.shards is not None
     found = {name: trained.shards.gather_full(name, part) for name, part in trained.parameters.items()}
     wrong = max(float((found[name] - one).abs().max()) for name, one in before.items()) if group.rank == 0 else 0.0
@@ -122,7 +120,9 @@ def _lent(group: TorchProcessGroup, source: ModelSource, held: bool) -> tuple[bo
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_an_average_is_lent_to_parts_and_the_weights_return_to_the_bit(tiny_wan: ModelSource, held: bool) -> None:
+def test_shards_compute_with_an_average_and_get_their_weights_back_to_the_bit(
+    tiny_wan: ModelSource, held: bool
+) -> None:
     assert run_ranks(3, _lent, tiny_wan, held) == [(True, True, 0.0)] * 3
 
 
@@ -134,21 +134,22 @@ def _alike(group: TorchProcessGroup, source: ModelSource, seeds: list[int]) -> s
     return "alike"
 
 
-def test_weights_are_compared_while_each_process_still_has_all_of_them(tiny_wan: ModelSource) -> None:
-    """Shared out, rows of two models would make one that nobody asked for."""
+def test_weights_are_compared_before_they_are_sharded(tiny_wan: ModelSource) -> None:
+    """After sharding, rows of two different models would silently form a third one."""
     assert run_ranks(2, _alike, tiny_wan, [1, 1]) == ["alike"] * 2
-    for said in run_ranks(2, _alike, tiny_wan, [1, 2]):
-        assert said.startswith("rank 1 begins otherwise than rank 0: weights of low_noise (")
+    for message in run_ranks(2, _alike, tiny_wan, [1, 2]):
+        assert message.startswith("rank 1 starts differently from rank 0: weights of low_noise (")
 
 
 def _looked_between(group: TorchProcessGroup, source: ModelSource, kind: str) -> list[tuple[bool, bool]]:
-    """After a look, and then a window, a restored state, and a move: whether the next look sees other weights, and
-    whether it sees all of them. A look gathers what stands outside of blocks, and no backward pass lets go of it."""
+    """Evaluate, then change the weights by a window, a restored state, or a move: returns whether the next evaluation
+    sees other weights, and whether it sees all of them. An evaluation gathers the parameters outside of blocks, and no
+    backward pass releases them."""
     case = ShardingCase(kind)
     parallel, sharing = opened(group, case)
     assert sharing is not None
     trained = sharing.shard_expert(a_trained(source, case))
-    trainee, rules, batch = a_trainee(trained), wan_step_options(source, "fp32"), [build_wan_batch([1, 2], 4)]
+    expert_state, options, batch = a_trainee(trained), wan_step_options(source, "fp32"), [build_wan_batch([1, 2], 4)]
     half = {name: 0.5 * parameter.detach() for name, parameter in trained.parameters.items()}
 
     def moved() -> None:
@@ -156,45 +157,45 @@ def _looked_between(group: TorchProcessGroup, source: ModelSource, kind: str) ->
         sharing.relink_parameters(trained.parameters.values())
 
     changes = [
-        lambda: window(parallel, source, trainee, range(4), case),
+        lambda: window(parallel, source, expert_state, range(4), case),
         lambda: load_trainable_state(trained, half),
         moved,
-        lambda: window(parallel, source, trainee, range(4, 8), case),
+        lambda: window(parallel, source, expert_state, range(4, 8), case),
     ]
     found = []
     for change in changes:
-        before = held_out_losses(trainee, batch, rules)
+        before = held_out_losses(expert_state, batch, options)
         change()
-        after = held_out_losses(trainee, batch, rules)
+        after = held_out_losses(expert_state, batch, options)
         for module in trained.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        found.append((torch.equal(before, after), torch.equal(after, held_out_losses(trainee, batch, rules))))
+        found.append((torch.equal(before, after), torch.equal(after, held_out_losses(expert_state, batch, options))))
     return found
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_what_a_look_has_gathered_is_not_computed_with_once_it_has_changed(tiny_wan: ModelSource, kind: str) -> None:
+def test_weights_gathered_for_validation_are_not_used_after_they_changed(tiny_wan: ModelSource, kind: str) -> None:
     changed, same = (False, True), (True, True)
     assert run_ranks(2, _looked_between, tiny_wan, kind) == [[changed, changed, same, changed]] * 2
 
 
 def _in_turn(group: TorchProcessGroup, source: ModelSource, kind: str, moving: bool) -> tuple[int, list[float], bool]:
-    """Two experts trained in turn: how often they changed places, their losses, and whether FSDP gathers from what was
-    trained. `moving`: a move gives all tensors of a module new memory, as one to another device would."""
+    """Train two experts alternately; returns the number of swaps, the losses, and whether FSDP gathers from the trained
+    memory. `moving`: a move gives all tensors of a module new memory, as a move to another device would."""
     case = ShardingCase(kind)
     parallel, sharing = opened(group, case)
     assert sharing is not None
     trained = [sharing.shard_expert(a_trained(source, case, seed)) for seed in (1, 2)]
-    trainees = [a_trainee(one) for one in trained]
-    sharing.enable_expert_swap(trainees)
+    expert_states = [a_trainee(one) for one in trained]
+    sharing.enable_expert_swap(expert_states)
     assert sharing.expert_swap is None, "a CPU has no other memory to wait in"
     turns = ExpertSwap()
     if moving:
-        for number, trainee in enumerate(trainees):
-            turns.add(str(number), FsdpSwappableExpert(trainee, sharing, _to_new_memory))
-    steps = [(trainees[place], range(4 * step, 4 * step + 4)) for step, place in enumerate((0, 0, 1, 0))]
-    losses = [window(parallel, source, trainee, span, case).loss for trainee, span in steps]
+        for number, expert_state in enumerate(expert_states):
+            turns.add(str(number), FsdpSwappableExpert(expert_state, sharing, _to_new_memory))
+    steps = [(expert_states[place], range(4 * step, 4 * step + 4)) for step, place in enumerate((0, 0, 1, 0))]
+    losses = [window(parallel, source, expert_state, span, case).loss for expert_state, span in steps]
     known = [(part, weight.to_local()) for part, weight in sharing.dtensor_by_parameter.items() if part.numel()]
     assert bool(known) == (kind == "full")
     return turns.swap_count, losses, all(part.data_ptr() == weight.data_ptr() for part, weight in known)
@@ -208,7 +209,7 @@ def _stayed_and_moved(group: TorchProcessGroup, source: ModelSource) -> list[tup
     return [_in_turn(group, source, kind, moving) for kind in ("lora", "full") for moving in (False, True)]
 
 
-def test_experts_that_take_turns_on_the_device_train_as_those_that_stay(tiny_wan: ModelSource) -> None:
+def test_swapped_experts_train_as_resident_ones(tiny_wan: ModelSource) -> None:
     for found in run_ranks(2, _stayed_and_moved, tiny_wan):
         for stayed, moved in batched(found):
             assert (stayed[0], moved[0]) == (0, 3)
@@ -220,6 +221,6 @@ def batched(found: list[tuple[int, list[float], bool]]) -> list[tuple[tuple[int,
 
 
 @given(st.integers(1, 200), st.integers(1, 17))
-def test_rows_are_shared_out_as_torch_cuts_them(rows: int, ranks: int) -> None:
+def test_rows_per_rank_are_those_of_torch_chunk(rows: int, ranks: int) -> None:
     cut = [len(part) for part in torch.empty(rows).chunk(ranks)]
     assert rows_per_rank(rows, ranks) == cut + [0] * (ranks - len(cut))

@@ -1,4 +1,4 @@
-"""Runs whose processes share out the weights: what they write is what one process writes, and any number goes on."""
+"""Runs with sharded weights write what one process writes, and resume on any number of ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def exported(run: Path) -> dict[str, Any]:
 
 
 def assert_alike(run: Path, other: Path) -> None:
-    """The same windows and files; losses and weights close to each other."""
+    """Equal windows and files; losses and weights are close."""
     for log, fields in (("losses.jsonl", ("loss", "grad_norm")), ("validation.jsonl", ("loss",))):
         mine, theirs = ([json.loads(line) for line in (place / log).read_text().splitlines()] for place in (run, other))
         for field in fields:
@@ -47,7 +47,7 @@ def assert_alike(run: Path, other: Path) -> None:
     left, right = exported(run), exported(other)
     assert left.keys() == right.keys()
     for name, tensor in left.items():
-        assert np.abs(tensor - right[name]).max() <= 1e-4, name  # a tenth of one of the steps
+        assert np.abs(tensor - right[name]).max() <= 1e-4, name  # a tenth of one step
     written = [
         sorted(place.relative_to(one).as_posix() for sub in ("samples", "exports") for place in (one / sub).rglob("*"))
         for one in (run, other)
@@ -68,17 +68,17 @@ def trained(folder: Path, name: str, ranks: int, **changed: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
-    """The folder of a run of all weights in two parts that nothing happened to."""
+    """The folder of an undisturbed full run with weights sharded over two ranks."""
     return trained(folder, "whole", 2, adapter={"type": "full"}, parallel=FSDP)
 
 
-def test_a_run_of_all_weights_in_parts_is_a_run_of_one_process(folder: Path, whole: Path) -> None:
-    """Held-out losses, samples and exports of the average too, which is lent to the parts."""
+def test_a_full_run_with_sharded_weights_equals_one_on_one_process(folder: Path, whole: Path) -> None:
+    """Also held-out losses, samples and exports, which use the average."""
     assert_alike(whole, trained(folder, "alone", 1, adapter={"type": "full"}))
 
 
-def test_a_run_of_an_adapter_on_a_base_in_parts_is_one_on_whole_bases_to_the_bit(folder: Path) -> None:
-    """Some samples keep the prior: each process makes a second pass through the model where one of them has such."""
+def test_an_adapter_run_on_a_sharded_base_equals_one_on_whole_bases_to_the_bit(folder: Path) -> None:
+    """Some samples keep the prior: all ranks then run a second forward pass if any of them has such a sample."""
     runs = []
     for name, parallel in (("adapter", FSDP), ("adapter-ddp", {})):
         path = a_run(folder, name, 2, **LOOKS, adapter={"type": "lokr"}, parallel=parallel)
@@ -95,7 +95,7 @@ def test_a_run_of_an_adapter_on_a_base_in_parts_is_one_on_whole_bases_to_the_bit
 
 @pytest.fixture(scope="module")
 def stopped(folder: Path) -> Path:
-    """The configuration of one that the second process stopped after step 3."""
+    """The configuration of a run that rank 1 stopped after step 3."""
     path = a_run(folder, "stopped", 2, **LOOKS, adapter={"type": "full"}, parallel=FSDP)
     for done in run_launched(2, train, path, 1, 3, signal.SIGTERM):
         assert (done.step, done.stopped_by) == (3, "SIGTERM")
@@ -104,14 +104,14 @@ def stopped(folder: Path) -> Path:
 
 
 def again(stopped: Path) -> Path:
-    """The folder of the stopped run as it was when it stopped."""
+    """The folder of the stopped run, restored to its state when it stopped."""
     run = run_folder(stopped)
     shutil.rmtree(run)
     shutil.copytree(stopped.with_suffix(".kept"), run)
     return run
 
 
-def test_a_run_stopped_in_two_parts_goes_on_in_two_to_the_bit(stopped: Path, whole: Path) -> None:
+def test_a_sharded_run_stopped_on_two_ranks_resumes_on_two_to_the_bit(stopped: Path, whole: Path) -> None:
     run = again(stopped)
     run_launched(2, train, stopped)
     mine, theirs = artefacts(run), artefacts(whole)
@@ -123,7 +123,7 @@ def test_a_run_stopped_in_two_parts_goes_on_in_two_to_the_bit(stopped: Path, who
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_run_stopped_in_two_parts_goes_on_in_others(stopped: Path, whole: Path, ranks: int) -> None:
+def test_a_sharded_run_stopped_on_two_ranks_resumes_on_another_number(stopped: Path, whole: Path, ranks: int) -> None:
     run = again(stopped)
     ended = run_launched(ranks, train, stopped)
     assert any("going on after step 3" in line for line in ended[0].messages)
@@ -131,21 +131,21 @@ def test_a_run_stopped_in_two_parts_goes_on_in_others(stopped: Path, whole: Path
 
 
 @pytest.mark.parametrize(("part", "ranks"), [("adapter", 1), ("adapter", 2), ("optimizer", 2)])
-def test_a_checkpoint_that_lost_half_of_a_tensor_is_refused_by_all(
+def test_all_ranks_refuse_a_checkpoint_that_lost_half_of_a_tensor(
     stopped: Path, tmp_path: Path, part: str, ranks: int
 ) -> None:
-    """The second process's rows of one tensor are gone, and its manifest knows of nothing else."""
+    """Rank 1's rows of one tensor are gone, and the manifest matches that."""
     made = again(stopped) / "checkpoints" / "step-00000003"
     file = f"{part}.high_noise.shard-00001-of-00002.safetensors"
     tensors = load_torch(made / file)
     with safe_open(made / file, "pt") as opened:
-        told = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
-    begins = {name: told[name]["saved_offsets"][0] for name in tensors}
-    lost = next(name for name in tensors if begins[name] == len(tensors[name]))  # two halves that are alike
+        sharding = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+    begins = {name: sharding[name]["saved_offsets"][0] for name in tensors}
+    lost = next(name for name in tensors if begins[name] == len(tensors[name]))  # two equal halves
     del tensors[lost]
     forge_shard(made, file, tensors, begins)
     assert run_launched(ranks, command, tmp_path, "train", str(stopped)) == [1] * ranks
-    refusal = f"{file.replace('00001-of', '00000-of')}: {lost} of {part}.high_noise ends as"
+    refusal = f"{file.replace('00001-of', '00000-of')}: {lost} of {part}.high_noise has the shape"
     words = " ".join(rank_log(tmp_path, 0).split())
     assert refusal in words and "resume from another one" in words
     assert all(refusal in (there := rank_log(tmp_path, rank)) or not there for rank in range(1, ranks))
@@ -154,12 +154,12 @@ def test_a_checkpoint_that_lost_half_of_a_tensor_is_refused_by_all(
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"model": {"base_weights": "int8"}}, "8 bits cannot be cut into parts"),
-        ({"adapter": {"type": "full"}, "optimizer": {"name": "automagic"}}, "no process has a whole one"),
-        ({"plan": {"weights": "streamed"}}, "asks for a plan of one process"),
+        ({"model": {"base_weights": "int8"}}, "8-bit tensors cannot be sharded"),
+        ({"adapter": {"type": "full"}, "optimizer": {"name": "automagic"}}, "needs whole tensors"),
+        ({"plan": {"weights": "streamed"}}, "asks for an offload plan"),
     ],
 )
-def test_what_parts_cannot_give_is_refused_by_all(
+def test_all_ranks_refuse_settings_that_fsdp_cannot_do(
     folder: Path, tmp_path: Path, changed: dict[str, Any], words: str
 ) -> None:
     name = f"refused-{words.split()[0]}"

@@ -1,4 +1,4 @@
-"""Training is started as the seeds start it: `train.py` with their flags, alone or by a launcher of many."""
+"""Training starts as in the GH200 forks: `train.py` with their flags, as one process or by a launcher."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BIN = Path(sys.executable).parent
         ("--help", "train --help"),
     ],
 )
-def test_the_seeds_flags_in_our_words(theirs, ours):
+def test_flags_of_the_gh200_forks_are_translated(theirs, ours):
     assert sorted(translate_arguments(theirs.split())) == sorted(ours.split())
 
 
@@ -66,7 +66,7 @@ def _environ() -> dict[str, str]:
 
 @contextmanager
 def _begun(log: Path, *command: str | Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A launcher at work; at the end none of its processes is left."""
+    """A running launcher; at the end none of its processes is left."""
     with open(log, "wb") as file:
         child = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=_environ(), stdout=file, stderr=file)
     ranks: list[int] = []
@@ -115,7 +115,7 @@ def test_the_shipped_accelerate_configuration_trains_on_two_processes_and_sigter
     assert log.read_text().count("stopped by SIGTERM after") >= 1
 
 
-def test_the_signal_that_follows_a_death_is_no_wish_to_save(tmp_path):
+def test_the_sigterm_after_a_death_does_not_cause_a_save(tmp_path):
     """torchrun sends SIGTERM to the others when one of its processes is gone."""
     run, log = tmp_path / "runs" / "run", tmp_path / "log"
     command = (BIN / "torchrun", "--standalone", "--nproc-per-node", "2", BIN / "supertuner", "train")
@@ -128,7 +128,7 @@ def test_the_signal_that_follows_a_death_is_no_wish_to_save(tmp_path):
     assert not list((run / "checkpoints").glob("step-*")) if (run / "checkpoints").exists() else True
 
 
-def test_one_process_where_several_were_asked_for_does_not_begin(tmp_path):
+def test_one_process_does_not_start_where_several_are_configured(tmp_path):
     command = (
         *(BIN / "accelerate", "launch", "--cpu", "--num_processes", "2", "--num_machines", "1"),
         *("train.py", "--config", _config(tmp_path), "--max_train_steps", "2"),
@@ -137,5 +137,5 @@ def test_one_process_where_several_were_asked_for_does_not_begin(tmp_path):
         list(map(str, command)), cwd=ROOT, env=_environ(), capture_output=True, text=True, check=False
     )
     assert done.returncode != 0
-    assert "asked for more than one process, and started this one alone" in done.stderr
+    assert "accelerate was configured for several processes, but started only one" in done.stderr
     assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""Which processes share a node and meet there, and that every node has the same data."""
+"""Which ranks share a node and meet there, and that every node has the same data."""
 
 from __future__ import annotations
 
@@ -29,15 +29,13 @@ def seats(*of: tuple[str, int]) -> list[RankLocation]:
     ("given", "nodes"),
     [
         (seats(("a", 0), ("a", 1), ("b", 0), ("b", 1)), [[0, 1], [2, 3]]),
-        (seats(("a", 0), ("b", 0), ("a", 1), ("b", 1)), [[0, 2], [1, 3]]),  # dealt out in turn
+        (seats(("a", 0), ("b", 0), ("a", 1), ("b", 1)), [[0, 2], [1, 3]]),  # distributed round-robin
         (seats(("a", 0), ("a", 1), ("a", 0), ("a", 1)), [[0, 1], [2, 3]]),  # two launchers on one machine
         (seats(("a", 0), ("a", 1), ("a", 2), ("b", 0)), [[0, 1, 2], [3]]),  # nodes of different sizes
         (seats(("a", 0)), [[0]]),
     ],
 )
-def test_processes_that_were_started_together_on_one_machine_are_neighbours(
-    given: list[RankLocation], nodes: list[list[int]]
-) -> None:
+def test_ranks_of_one_launcher_on_one_machine_share_a_node(given: list[RankLocation], nodes: list[list[int]]) -> None:
     for node in nodes:
         for rank in node:
             assert ranks_on_same_node(given, rank) == node
@@ -50,11 +48,11 @@ def peers_of(group, config: RunConfig) -> tuple[int, int, bytes]:
         heard = (
             peers.read_published("a word") if peers.is_first else peers.wait_with_progress("a word", "it", NullSink())
         )
-        group.agree([0])
+        group.all_reduce_max([0])
     return peers.local_rank, peers.local_world_size, heard or b""
 
 
-def test_joined_processes_meet_on_their_node_and_leave_nothing(tmp_path: Path) -> None:
+def test_ranks_meet_on_their_node_and_leave_no_files(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 1)})
     found = run_ranks(3, peers_of, config)
     assert found == [(number, 3, b"of the first") for number in range(3)]
@@ -62,8 +60,8 @@ def test_joined_processes_meet_on_their_node_and_leave_nothing(tmp_path: Path) -
 
 
 def apart(group, configs: list[RunConfig]) -> str:
-    """Each process is a node of its own, with a home of its own."""
-    group = dataclasses.replace(group, place=LauncherEnvironment(group.rank, group.ranks, 0, 1))
+    """Each rank is a separate node with its own arena folder."""
+    group = dataclasses.replace(group, launch_env=LauncherEnvironment(group.rank, group.world_size, 0, 1))
     config = configs[group.rank]
     with open_node_peers(config, group) as peers:
         assert peers == NO_PEERS
@@ -76,39 +74,39 @@ def apart(group, configs: list[RunConfig]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("counts", "said"),
+    ("counts", "message"),
     [((4, 4), "the same"), ((4, 3), "datasets[set0] has 4 samples on"), ((3, 4), "datasets[set0] has 3 samples on")],
 )
-def test_nodes_with_other_files_are_refused_by_all_with_the_dataset(
-    tmp_path: Path, counts: tuple[int, int], said: str
+def test_all_ranks_refuse_nodes_with_different_files_and_name_the_dataset(
+    tmp_path: Path, counts: tuple[int, int], message: str
 ) -> None:
     configs = [
         config_of(tmp_path / str(node), {"instance_data_dir": pictures(tmp_path / str(node) / "images", count)})
         for node, count in enumerate(counts)
     ]
-    assert all(one.startswith(said) for one in run_ranks(2, apart, configs))
+    assert all(one.startswith(message) for one in run_ranks(2, apart, configs))
 
 
-def test_a_caption_that_differs_is_noticed(tmp_path: Path) -> None:
+def test_a_different_caption_is_found(tmp_path: Path) -> None:
     configs = [
         config_of(tmp_path / str(node), {"instance_data_dir": pictures(tmp_path / str(node) / "images", 2)})
         for node in range(2)
     ]
     (tmp_path / "1" / "images" / "p1.txt").write_text("another caption")
-    assert all("as many, but not the same" in one for one in run_ranks(2, apart, configs))
+    assert all("as many, but different ones" in one for one in run_ranks(2, apart, configs))
 
 
-def test_a_place_on_a_node_is_taken_once(tmp_path: Path) -> None:
+def test_a_local_rank_is_taken_once(tmp_path: Path) -> None:
     home = ArenaHome(tmp_path / "home")
     with (
         join_node_peers(home, "job", 0, 2, lambda: None),
-        pytest.raises(ArenaError, match="another process is number 0"),
+        pytest.raises(ArenaError, match="another process has local rank 0"),
         join_node_peers(home, "job", 0, 2, lambda: None),
     ):
         pass
 
 
-def test_who_fails_leaves_its_error_and_who_is_done_leaves_in_peace(tmp_path: Path) -> None:
+def test_a_failed_rank_leaves_its_error_and_a_finished_one_does_not(tmp_path: Path) -> None:
     home = ArenaHome(tmp_path / "home")
     with join_node_peers(home, "job", 0, 3, lambda: None) as first:
         with join_node_peers(home, "job", 1, 3, lambda: None), join_node_peers(home, "job", 2, 3, lambda: None):

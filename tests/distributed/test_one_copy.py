@@ -1,4 +1,4 @@
-"""One copy of the data per node: one rank stages, all encode, and they are served what one process is served."""
+"""One copy of the data per node: one rank stages, all encode, and they read what a single process reads."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def wan(tmp_path_factory: pytest.TempPathFactory):
     return tiny("wan2.2", tmp_path_factory.mktemp("model") / "wan")
 
 
-def test_one_rank_stages_and_tells_and_the_others_follow_it(tmp_path: Path) -> None:
+def test_one_rank_stages_and_reports_and_the_others_follow(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 9)})
     found = run_launched(3, stage, tmp_path, config)
-    titles = [[title for title, _, _ in told.phases] for told, _, _ in found]
+    titles = [[title for title, _, _ in sink.phases] for sink, _, _ in found]
     assert titles[0] == ["listing set0", "staging set0"]
     assert titles[1] == titles[2] == ["following the process of this node that stages set0"]
-    assert "datasets[set0].arena" in found[0][0].decided() and found[1][0].events == found[2][0].events == []
+    assert "datasets[set0].arena" in found[0][0].decisions() and found[1][0].events == found[2][0].events == []
     assert len(found[0][1]) == 9 and found[0][1] == found[1][1] == found[2][1]
     assert found[0][2] == found[1][2] == found[2][2], "and the order is the same"
     assert len(arenas(tmp_path / "ram")) == 1
 
 
-def test_ranks_reuse_what_is_staged_also_when_the_source_is_gone(tmp_path: Path) -> None:
+def test_ranks_reuse_staged_data_even_if_the_source_is_gone(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 4)})
     first = run_launched(2, stage, tmp_path / "a", config)
     shutil.rmtree(tmp_path / "images")
@@ -60,7 +60,7 @@ def test_ranks_reuse_what_is_staged_also_when_the_source_is_gone(tmp_path: Path)
         ({"a.txt": "no picture"}, "datasets[set0]: no image files in"),
     ],
 )
-def test_a_stager_that_fails_ends_every_rank_with_its_error(tmp_path: Path, files: dict, words: str) -> None:
+def test_a_failing_stager_ends_every_rank_with_its_error(tmp_path: Path, files: dict, words: str) -> None:
     given = {"instance_data_dir": write(tmp_path / "images", files)}
     with launched_ranks(3, stage, tmp_path, config_of(tmp_path, given)) as ranks:
         for rank, outcome in enumerate(ranks.ended()):
@@ -70,7 +70,7 @@ def test_a_stager_that_fails_ends_every_rank_with_its_error(tmp_path: Path, file
     assert ArenaHome(tmp_path / "ram").list_arenas() == [], "nothing half staged is left"
 
 
-def test_a_stager_that_is_killed_ends_every_rank_and_the_next_start_stages(tmp_path: Path) -> None:
+def test_a_killed_stager_ends_every_rank_and_the_next_start_stages(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 3)})
     with launched_ranks(3, stage, tmp_path, config, "staging") as ranks:
         while not (tmp_path / "waiting").exists():
@@ -79,7 +79,10 @@ def test_a_stager_that_is_killed_ends_every_rank_and_the_next_start_stages(tmp_p
         ranks.signal(0, signal.SIGKILL)
         outcomes = ranks.ended()
     for outcome in outcomes[1:]:
-        assert outcome.error is not None and f"(pid {pid}) ended without recording a reason" in outcome.error.splitlines()[-1]
+        assert (
+            outcome.error is not None
+            and f"(pid {pid}) ended without recording a reason" in outcome.error.splitlines()[-1]
+        )
     shutil.rmtree(tmp_path / "barrier")
     found = run_launched(2, stage, tmp_path, config)
     assert len(found[1][1]) == 3
@@ -95,7 +98,7 @@ def test_a_stager_that_is_killed_ends_every_rank_and_the_next_start_stages(tmp_p
         ("disable_cache", {}),
     ],
 )
-def test_ranks_are_served_the_bits_of_one_process_and_no_sample_is_encoded_twice(
+def test_ranks_get_the_bits_of_one_process_and_no_sample_is_encoded_twice(
     tmp_path: Path, wan, mode: str | None, cache: dict
 ) -> None:
     changing = {**VARYING, "augmentations_cache_mode": mode} if mode else {}
@@ -112,7 +115,7 @@ def test_ranks_are_served_the_bits_of_one_process_and_no_sample_is_encoded_twice
         assert len(captions) == len(set(captions)) == 14
 
 
-def test_an_epoch_is_made_although_some_ranks_never_ask_for_it(tmp_path: Path, wan) -> None:
+def test_an_epoch_is_made_even_if_some_ranks_never_request_it(tmp_path: Path, wan) -> None:
     changing = {"instance_data_dir": pictures(tmp_path / "images", 6), **VARYING}
     config = config_of(tmp_path, {**changing, "augmentations_cache_mode": "refresh_each_epoch"})
     with open_run(without_caches(config), encoding_spec(*wan)) as run:
@@ -121,8 +124,8 @@ def test_an_epoch_is_made_although_some_ranks_never_ask_for_it(tmp_path: Path, w
     assert found[0][2] == law
 
 
-def test_a_further_rank_takes_next_to_no_memory_of_its_own(tmp_path: Path) -> None:
-    """Were its plan and its tables its own, 20,000 samples would take 9 MB, and a million half a gigabyte."""
+def test_a_further_rank_takes_hardly_any_private_memory(tmp_path: Path) -> None:
+    """With a private plan and private tables, 20,000 samples would take 9 MB, and a million half a gigabyte."""
     _, further = measured(tmp_path, 20_000, ranks=2)
     assert further["own_mb"] < 5
 
@@ -130,9 +133,7 @@ def test_a_further_rank_takes_next_to_no_memory_of_its_own(tmp_path: Path) -> No
 @pytest.mark.parametrize("mode", ["static", "refresh_each_epoch"])
 @pytest.mark.parametrize("then", ["fail", "wait"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_encoder_that_fails_or_is_killed_ends_every_rank(
-    tmp_path: Path, wan, mode: str, then: str, rank: int
-) -> None:
+def test_a_failing_or_killed_encoder_ends_every_rank(tmp_path: Path, wan, mode: str, then: str, rank: int) -> None:
     changing = {"instance_data_dir": pictures(tmp_path / "images", 14), **VARYING, "augmentations_cache_mode": mode}
     config = config_of(tmp_path, changing)
     with launched_ranks(2, refuse, tmp_path, config, Path(wan[1].source.path), rank, then) as ranks:

@@ -1,4 +1,4 @@
-"""What tests of many processes stand on: ranks meet, answer, fail by name, and never outlive their test."""
+"""The test support for several ranks: they meet, return results, fail by name, and never outlive their test."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_rank_that_raises_fails_the_test_with_its_traceback() -> None:
         run_ranks(2, _fail_on, 1)
 
 
-def test_a_killed_rank_is_told_by_its_signal_and_nobody_is_left(tmp_path: Path) -> None:
+def test_a_killed_rank_is_reported_with_its_signal_and_no_rank_is_left(tmp_path: Path) -> None:
     with joined_ranks(2, _wait, tmp_path / "met") as ranks:
         while not (tmp_path / "met").exists():
             time.sleep(0.01)
@@ -73,7 +73,7 @@ def test_leaving_ends_ranks_that_still_wait() -> None:
     assert not any(map(_alive, ranks.pids))
 
 
-def test_launched_ranks_have_a_launchers_variables() -> None:
+def test_launched_ranks_have_the_variables_of_a_launcher() -> None:
     assert run_launched(2, _variables) == [("0", "2"), ("1", "2")]
     with launched_ranks(1, _variables) as ranks:
         assert ranks.values() == [("0", "1")]

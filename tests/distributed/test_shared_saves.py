@@ -1,4 +1,4 @@
-"""Saves of what processes share out: one that cannot write its part is named by all, and nothing half is ever seen."""
+"""Sharded saves: all ranks name the one that cannot write its shard, and an incomplete checkpoint is never visible."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ def a_config(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_one_that_cannot_write_its_part_is_named_by_all_and_the_last_checkpoint_stays(folder: Path, bad: int) -> None:
+def test_all_ranks_name_the_rank_that_cannot_write_its_shard_and_the_last_checkpoint_stays(
+    folder: Path, bad: int
+) -> None:
     found = run_launched(2, failing, a_config(folder, f"full-{bad}"), bad)
     for rank, one in enumerate(found):
         assert one.steps == [[0], [0], [0]], "after the first, and whatever became of the others"
         assert len(one.errors) == 1 and "checkpoint of step 2 cannot be saved" in one.errors[0], one.errors
         assert "File too large" in one.errors[0] and "/checkpoints/.saving-step-00000002/" in one.errors[0]
         assert rank == bad or f"rank {bad}: " in one.errors[0]
-        assert one.said[-1] == "step-00000000"
+        assert one.messages[-1] == "step-00000000"
     ((made, why),) = found[0].answers
     assert made is None and ("File too large" in why if bad == 0 else "another process could not write its part" in why)
     assert found[1].answers == []
-    assert any("request checkpoint" in line and "File too large" in line for line in found[0].said)
+    assert any("request checkpoint" in line and "File too large" in line for line in found[0].messages)
 
 
-def test_a_save_of_which_one_process_is_killed_is_never_seen(folder: Path) -> None:
+def test_a_save_in_which_a_rank_is_killed_is_never_visible(folder: Path) -> None:
     path = a_config(folder, "killed")
     with launched_ranks(2, killed, path, 1) as ranks:
         first, second = ranks.ended()

@@ -1,6 +1,6 @@
-"""Windows as ranks train them: real modules, batches that are functions of positions, each rank its share.
+"""Windows as ranks train them: real modules, batches that are functions of positions, each rank its samples.
 
-Everything here runs in a rank, or in one process that is alone; what is returned are plain arrays.
+Everything here runs on a rank or in a single process; results are plain arrays.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class WindowRecord:
-    """What a rank found: each window's figures and gradients as the optimizer saw them, and the weights at the end."""
+    """The results of a rank: figures of each window, its gradients as the optimizer got them, and final weights."""
 
     losses: list[float]
     norms: list[float]
@@ -64,7 +64,7 @@ class WindowRecord:
 
 
 class RecordingReduction:
-    """A reduction that keeps copies of the gradients as they are when all processes have added theirs."""
+    """A reduction that copies the gradients after they are summed over all ranks."""
 
     def __init__(self, inner: GradientReduction | None) -> None:
         self.inner = inner
@@ -85,7 +85,7 @@ class RecordingReduction:
 
 
 def wan(source: ModelSource, kind: str, seed: int) -> ExpertState:
-    """The low-noise expert of a tiny Wan2.2, with an adapter that is not zero anywhere, or all of its weights."""
+    """The low-noise expert of a tiny Wan2.2, with an adapter without zeros, or with all weights trained."""
     model = wan22.read_model(source)
     module = wan22.FAMILY.load_denoiser(model, model.experts[-1], torch.float32)
     targets = ("to_q", "to_k", "to_v", "to_out.0")
@@ -108,8 +108,8 @@ def wan_windows(
     rate: float = 0.0,
     clip: float | None = None,
 ) -> WindowRecord:
-    """Windows of so many samples on a tiny Wan2.2. With a rate of 0 no weight changes: each gradient is for itself."""
-    trainee = wan(source, kind, seed)
+    """Windows of these sizes on a tiny Wan2.2. With learning rate 0 no weight changes: gradients are independent."""
+    expert_state = wan(source, kind, seed)
     edges = np.cumsum([0, *samples]).tolist()
     spans = [range(1000 * seed + a, 1000 * seed + b) for a, b in pairwise(edges)]
 
@@ -117,12 +117,12 @@ def wan_windows(
         positions = list(mine)
         return [build_wan_batch(positions[n : n + batch_size], 4) for n in range(0, len(positions), batch_size)]
 
-    rules = wan_step_options(source, "fp32", clip)
+    options = wan_step_options(source, "fp32", clip)
     return trained(
         parallel,
-        trainee,
+        expert_state,
         [(span, cut(shard_window(span, parallel.rank, parallel.world_size))) for span in spans],
-        rules,
+        options,
         rate,
     )
 
@@ -141,12 +141,12 @@ def little_windows(
     rate: float = 0.0,
     loud: int | None = None,
 ) -> WindowRecord:
-    """A run through a ramp over buckets of several sizes, on a small module; `loud` is a sample whose gradient is too
-    large for fp16."""
+    """A run through a ramp over buckets of several sizes, on a small module; the gradient of sample `loud` overflows
+    fp16."""
     order = build_order(sizes, batch_size, seed)
-    trainee = little64(seed, optimizer) if double else little32(seed, optimizer, precision)
+    expert_state = little64(seed, optimizer) if double else little32(seed, optimizer, precision)
     denoise = _doubled if double else tiny_denoise
-    rules = StepOptions(denoise, TrainingObjective(weighting="cosmap"), ComputePrecision(precision, CPU), None)
+    options = StepOptions(denoise, TrainingObjective(weighting="cosmap"), ComputePrecision(precision, CPU), None)
 
     def cut(mine: range) -> list[StepBatch]:
         pieces = micro_batches(order, mine, batch_size)
@@ -159,14 +159,14 @@ def little_windows(
         for batch in batches:
             if loud is not None and loud in batch.positions:
                 batch.latents[batch.positions.index(loud)] *= 1000.0
-    return trained(parallel, trainee, spans, rules, rate)
+    return trained(parallel, expert_state, spans, options, rate)
 
 
 def trained(
     parallel: ProcessGroup,
-    trainee: ExpertState,
+    expert_state: ExpertState,
     spans: Iterable[tuple[range, list[StepBatch]]],
-    rules: StepOptions,
+    options: StepOptions,
     rate: float,
 ) -> WindowRecord:
     watched = RecordingReduction(parallel.reduction)
@@ -175,16 +175,16 @@ def trained(
     for span, batches in spans:
         results.append(
             train_window(
-                trainee,
+                expert_state,
                 batches,
                 samples=len(span),
                 learning_rate=rate,
-                options=replace(rules, reduction=watched),
+                options=replace(options, reduction=watched),
                 micro_batches=len(batches),
             )
         )
-        scales.append(1.0 if trainee.loss_scaler is None else trainee.loss_scaler.scale)
-    names = list(trainee.parameters)
+        scales.append(1.0 if expert_state.loss_scaler is None else expert_state.loss_scaler.scale)
+    names = list(expert_state.parameters)
     return WindowRecord(
         [result.loss for result in results],
         [result.grad_norm for result in results],
@@ -192,7 +192,7 @@ def trained(
             {name: one.numpy() for name, one in zip(names, window, strict=True) if one is not None}
             for window in watched.gradients
         ],
-        {name: parameter.detach().numpy().copy() for name, parameter in trainee.parameters.items()},
+        {name: parameter.detach().numpy().copy() for name, parameter in expert_state.parameters.items()},
         [result.positions for result in results],
         scales,
     )
@@ -212,7 +212,7 @@ def little32(seed: int, optimizer: str, precision: PrecisionName = "fp32") -> Ex
 
 
 def little64(seed: int, optimizer: str) -> ExpertState:
-    """The same, computed in fp64: what depends on the order of sums is 10⁹ times smaller than fp32 can tell."""
+    """`little32` in fp64: differences from the order of sums are 10⁹ times smaller than fp32 resolves."""
     module = _little(seed)
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in module.named_parameters()}
     module.double()
@@ -222,7 +222,7 @@ def little64(seed: int, optimizer: str) -> ExpertState:
 
 
 class RoundingOptimizer(ExpertOptimizer):
-    """Steps fp32 weights by gradients that were computed and added up in fp64, and are rounded here."""
+    """Updates fp32 weights with gradients that were computed and summed in fp64, and are rounded here."""
 
     def __init__(self, inner: ExpertOptimizer, exact: Mapping[str, nn.Parameter]) -> None:
         super().__init__(inner.name, inner.torch_optimizer, exact, inner.base_learning_rate)
@@ -242,6 +242,6 @@ class RoundingOptimizer(ExpertOptimizer):
             exact.grad = None
 
 
-def _doubled(module: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, text: Any, told: Any) -> torch.Tensor:
+def _doubled(module: nn.Module, noisy: torch.Tensor, levels: torch.Tensor, text: Any, conditions: Any) -> torch.Tensor:
     text = {name: tensor.double() for name, tensor in text.items()}
-    return tiny_denoise(module, noisy.double(), levels.double(), text, told)
+    return tiny_denoise(module, noisy.double(), levels.double(), text, conditions)

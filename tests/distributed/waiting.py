@@ -1,4 +1,4 @@
-"""What ranks of tests do under the watch while one of them waits for the other in a way that is no plain collective."""
+"""What ranks do under the watchdog while one waits for the other in another way than in a plain collective."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _hang() -> None:
 
 
 def work(seconds: float = 5.0) -> None:
-    """Take a CPU, whoever else wants it: seconds are those of the clock, so that the others wait for so long."""
+    """Use the CPU for this many seconds of wall time, so that the others wait that long."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         sum(range(1000))
@@ -44,15 +44,15 @@ DEEDS: dict[str, Callable[[], None]] = {"hangs": _hang, "works": work}
 def one_waits(place: LauncherEnvironment, logs: Path, how: str, timeout_s: float) -> None:
     """Rank 1 hangs in Python, and rank 0 waits for it."""
     log_to(logs, place)
-    pulse = Heartbeat()
-    with open_process_group(ParallelSettings(timeout_s=timeout_s, strategy="fsdp"), place, CPU, pulse) as parallel:
+    heartbeat = Heartbeat()
+    with open_process_group(ParallelSettings(timeout_s=timeout_s, strategy="fsdp"), place, CPU, heartbeat) as parallel:
         module = nn.Linear(8, 8)
         fully_shard(module)
         loss = module(torch.ones(2, 8)).sum()
         parallel.all_reduce_max([1])
         if place.rank == 1:
             time.sleep(timeout_s / 4)
-            pulse.mark()  # later than the other one's last: who gave no sign for longest is not the one
+            heartbeat.mark()  # later than rank 0: the rank that was idle for longest is not the one at fault
             _hang()
         if how == "in a sum":
             all_reduce_tensors([torch.ones(3)])
@@ -63,7 +63,7 @@ def one_waits(place: LauncherEnvironment, logs: Path, how: str, timeout_s: float
 
 
 class _FirstEpoch(NullSink):
-    """Notices when the first epoch's entries are made."""
+    """Sets an event when the first epoch's entries are made."""
 
     def __init__(self) -> None:
         self.made = threading.Event()
@@ -76,11 +76,11 @@ class _FirstEpoch(NullSink):
 def one_wants_an_epoch(
     place: LauncherEnvironment, tmp: Path, config: RunConfig, model: Path, then: str, timeout_s: float
 ) -> str:
-    """Rank 0 comes to an epoch of which rank 1 makes a part, beside a window that it is done with; with an entry of it
-    rank 1 does `then`."""
+    """Rank 0 reaches an epoch of which rank 1 makes a part in a thread, after rank 1 has finished a window; at an
+    entry of it, rank 1 does `then`."""
     log_to(tmp, place)
     family, read = tiny("wan2.2", model)
-    first, pulse = _FirstEpoch(), Heartbeat()
+    first, heartbeat = _FirstEpoch(), Heartbeat()
 
     class Media:
         def __init__(self, *of: Any) -> None:
@@ -95,15 +95,15 @@ def one_wants_an_epoch(
                     DEEDS[then]()
             return self.inner.encode(media)
 
-    encoding = encoding_spec(dataclasses.replace(family, media_encoder=Media), read)
+    encoding = encoding_spec(dataclasses.replace(family, build_media_encoder=Media), read)
     with (
-        open_process_group(ParallelSettings(timeout_s=timeout_s), place, CPU, pulse) as parallel,
+        open_process_group(ParallelSettings(timeout_s=timeout_s), place, CPU, heartbeat) as parallel,
         meet_peers(tmp, place) as peers,
         open_run(config, encoding, first, peers=peers) as (corpus, encoded),
     ):
         parallel.all_reduce_max([1])
-        pulse.step = 1
-        pulse.mark(in_window=True)
+        heartbeat.step = 1
+        heartbeat.mark(in_window=True)
         if place.rank == 0:
             encoded.latents(batches(corpus, 2)[-1])
         parallel.all_reduce_max([1])
@@ -111,21 +111,21 @@ def one_wants_an_epoch(
 
 
 def one_compiles(place: LauncherEnvironment, logs: Path, timeout_s: float) -> str:
-    """In a pass of a later window, as for a shape that comes for the first time."""
+    """Rank 1 compiles in a pass of a later window, as for a new shape."""
     log_to(logs, place)
-    pulse = Heartbeat()
+    heartbeat = Heartbeat()
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         work()
         return graph.forward
 
-    with open_process_group(ParallelSettings(timeout_s=timeout_s), place, CPU, pulse) as parallel:
+    with open_process_group(ParallelSettings(timeout_s=timeout_s), place, CPU, heartbeat) as parallel:
         parallel.all_reduce_max([1])
-        pulse.step = 1
-        pulse.mark(in_window=True)
+        heartbeat.step = 1
+        heartbeat.mark(in_window=True)
         if place.rank == 1:
             torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
         parallel.all_reduce_max([1])
-        if place.rank == 0:  # who waited for so long may take a moment before it gives a sign
+        if place.rank == 0:  # a rank that waited that long may take a moment before its next sign of life
             time.sleep(timeout_s / 4)
     return "trained"

@@ -1,6 +1,7 @@
-"""For the fork server: everything that runs import when they come to it, and garbage nobody needs to look through.
+"""For the fork server: imports everything that runs import lazily, and excludes it from garbage collection.
 
-It computes nothing, so that its children are whole. (`tests.train.runs` does the same for runs of one process.)
+It computes nothing, since forking a process with torch's threads is unsafe. (`tests.train.runs` does the same for runs
+of one process.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ranks of tests do under the watch: wait for each other, and then one of them fails in some way."""
+"""What ranks do under the watchdog: wait for each other, and then one of them fails in some way."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ VERY_LONG_S = 3600.0
 def together(place: LauncherEnvironment, logs: Path, fault: str, timeout_s: float) -> int:
     """Meet, work together, and let rank 1 do `fault`; the others wait for it in a collective."""
     log_to(logs, place)
-    pulse = Heartbeat()
-    with open_process_group(ParallelSettings(timeout_s=timeout_s), place, torch.device("cpu"), pulse) as parallel:
+    heartbeat = Heartbeat()
+    with open_process_group(ParallelSettings(timeout_s=timeout_s), place, torch.device("cpu"), heartbeat) as parallel:
         parallel.all_reduce_max([1])
         if place.rank == 1 or fault == "failing together":
-            pulse.activity = "painting"
+            heartbeat.activity = "painting"
             FAULTS[fault](parallel)
         return parallel.all_reduce_max([place.rank])[0]
 
@@ -41,27 +41,26 @@ Lost = Literal["goes on", "prepares", "hangs", "fails", "is done"]
 
 
 def until_asked(place: LauncherEnvironment, logs: Path, then: Lost, timeout_s: float) -> str:
-    """Step by step with the others, until a signal asks to stop, or until the file `lost` is there and rank 1 does
-    `then`."""
+    """Step with the other ranks until a signal requests a stop, or the file `lost` exists and rank 1 does `then`."""
     log_to(logs, place)
-    pulse, lost = Heartbeat(), logs / "lost"
+    heartbeat, lost = Heartbeat(), logs / "lost"
     with (
-        open_process_group(ParallelSettings(timeout_s=timeout_s), place, torch.device("cpu"), pulse) as parallel,
+        open_process_group(ParallelSettings(timeout_s=timeout_s), place, torch.device("cpu"), heartbeat) as parallel,
         nullcontext() if then == "prepares" else TrainingSignals() as signals,
     ):
         (logs / f"works-{place.rank}").touch()
         while True:
             asked, seen = parallel.all_reduce_max([0 if signals is None else signals.stop_number, lost.exists()])
-            pulse.mark()
+            heartbeat.mark()
             if asked:
-                time.sleep(2 * HEARTBEAT_S)  # as a save takes its time: meanwhile each has noticed for itself
+                time.sleep(2 * HEARTBEAT_S)  # as long as a save takes: meanwhile each rank has noticed the loss
                 return f"saved after {TrainingSignals.signal_name(asked)}"
             if seen and then == "is done":
                 return "done"
             if seen and then == "hangs" and place.rank == 1:
                 _hang(parallel)
             if seen and then == "fails" and place.rank == 1:
-                time.sleep(2 * HEARTBEAT_S)  # so that the watch asks the launcher before
+                time.sleep(2 * HEARTBEAT_S)  # so that the watchdog calls the launcher first
                 _fail(parallel)
             time.sleep(0.01)
 
@@ -92,7 +91,7 @@ def _leave_early(parallel: ProcessGroup) -> None:
 
 
 def _out_of_step(parallel: ProcessGroup) -> None:
-    """A call that the others do not make: nobody comes on from there."""
+    """Call a collective that the others do not call: no rank gets any further."""
     parallel.all_gather(b"more than a number")
 
 
@@ -102,7 +101,7 @@ def _terminate(parallel: ProcessGroup) -> None:
 
 
 def _terminate_late(parallel: ProcessGroup) -> None:
-    """The launcher's signal comes while this process asks the others why it has to end."""
+    """The launcher's signal comes while this rank is finding out why it has to end."""
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     raise PeerError("process 0 of this node is gone")
 

@@ -1,7 +1,8 @@
-"""Builds the fake driver libraries of the tests: once per content, in a temporary folder, safe among processes.
+"""Builds the fake driver libraries of the tests: once per content, in a temporary folder, safe across processes.
 
-A fake is a shared library with the real one's SONAME. Programs get it by `LD_LIBRARY_PATH` (`environment`), so that the
-one process that is meant sees it and no other test. `load_fake` is for such a process: what tests ask of the double.
+A fake is a shared library with the SONAME of the real one. A program loads it through `LD_LIBRARY_PATH`
+(`environment`), so that only the intended process sees it. In such a process `load_fake` gives tests access to the fake
+itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MIB = 1 << 20
 
 
 def libcuda_sources() -> list[Path]:
-    """The C files of the fake libcuda. The phantom adds stubs of its own to them."""
+    """The C files of the fake libcuda. The phantom adds its own stubs."""
     return sorted((HERE / "libcuda").glob("*.c"))
 
 
@@ -38,13 +39,13 @@ def fake_nvml() -> Path:
 
 
 def fake_cupti() -> Path:
-    """A CUPTI under a name of its own, to be opened by its path: it does not get in anybody's way."""
+    """A fake CUPTI with a different name, opened by its path, so that it does not affect other users of CUPTI."""
     name = "libcupti-fake.so"
     return build_library(name, [HERE / "libcupti.c"], (*WARNINGS, "-O1", "-pthread")) / name
 
 
 def build_library(soname: str, sources: Sequence[Path], flags: Sequence[str], headers: Sequence[Path] = ()) -> Path:
-    """The folder that holds `soname`, compiled from these sources unless the same was compiled before."""
+    """The folder that holds `soname`, compiled from these sources unless a build of the same content exists."""
     command = ["cc", "-shared", "-fPIC", *flags, f"-Wl,-soname,{soname}"]
     content = hashlib.sha256(" ".join(command).encode())
     for path in (*sources, *headers):
@@ -55,12 +56,14 @@ def build_library(soname: str, sources: Sequence[Path], flags: Sequence[str], he
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built_file = Path(scratch) / soname
             subprocess.run([*command, "-o", str(built_file), *map(str, sources), "-ldl"], check=True)
-            os.replace(built_file, folder / soname)  # another process may have been quicker: the same bytes
+            os.replace(built_file, folder / soname)  # another process may have built the same bytes
     return folder
 
 
 def environment(profile: str = "gh200", *, hbm_bytes: int = 64 * MIB, **more: str | int) -> dict[str, str]:
-    """This process's environment with the fake driver in it: `more` are FAKECUDA_* by their last part in lower case."""
+    """This process's environment with the fake driver; `more` are FAKECUDA_* variables by their last part in lower
+    case.
+    """
     fake = {"profile": profile, "hbm": hbm_bytes, **more}
     paths = [str(fake_libcuda()), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("FAKECUDA_")}
@@ -69,7 +72,7 @@ def environment(profile: str = "gh200", *, hbm_bytes: int = 64 * MIB, **more: st
 
 
 def run_python(code: str, env: Mapping[str, str], timeout_s: float = 120) -> str:
-    """What a program of these lines says, in a process of its own with that environment."""
+    """The output of this program in a separate process with this environment."""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=dict(env), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
@@ -77,7 +80,7 @@ def run_python(code: str, env: Mapping[str, str], timeout_s: float = 120) -> str
 
 
 class FakeCuda:
-    """The double itself, for a process that runs on it: where pages are, what was called, and what shall fail."""
+    """The fake driver itself, for a process that runs on it: page locations, call counts, and errors to inject."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -95,7 +98,7 @@ class FakeCuda:
             function.restype, function.argtypes = result, arguments
 
     def resident_bytes(self, address: int, nbytes: int, device: int) -> int:
-        """Bytes of the range on that GPU; -1: in host memory; -2: not populated."""
+        """Bytes of the range on that GPU; device -1: in host memory; -2: not populated."""
         return int(self._library.fakecuda_resident_bytes(address, nbytes, device))
 
     def evicted_bytes(self) -> int:
@@ -105,23 +108,23 @@ class FakeCuda:
         return int(self._library.fakecuda_hbm_used(device))
 
     def fault(self, call: str, code: int, first: int = 1, times: int = 1) -> None:
-        """From the `first` call of that name from now on, `times` times (0: for good), it returns `code`."""
+        """From the `first` call of that name from now on, `times` times (0: forever), it returns `code`."""
         self._library.fakecuda_fault(call.encode(), code, first, times)
 
     def calls(self, name: str) -> int:
-        """How often it was called since the start, or since `reset`; refused calls count."""
+        """Number of calls since the start or the last `reset`, including failed ones."""
         return int(self._library.fakecuda_calls(name.encode()))
 
     def reset(self) -> None:
-        """Faults, counts, and which system memory was on a GPU are forgotten. Memory that was taken stays taken."""
+        """Reset faults, counts, and which system memory was on a GPU. Allocated memory stays allocated."""
         self._library.fakecuda_reset()
 
     def host_touch(self, address: int, nbytes: int) -> None:
-        """The host uses the range: the double cannot see loads and stores."""
+        """The host uses the range; the fake cannot observe loads and stores."""
         self._library.fakecuda_host_touch(address, nbytes)
 
     def move_pages(self, addresses: Sequence[int]) -> list[int]:
-        """What the kernel's move_pages would answer: a node, or a negative error, for each address."""
+        """What the kernel's move_pages would return: a node or a negative errno for each address."""
         pages = (ctypes.c_void_p * len(addresses))(*addresses)
         status = (ctypes.c_int * len(addresses))()
         failed = self._library.fakecuda_move_pages(0, ctypes.c_ulong(len(addresses)), pages, None, status, 0)
@@ -130,8 +133,8 @@ class FakeCuda:
 
 
 def load_fake() -> FakeCuda:
-    """Load the double into this process, unless it runs on it already: whoever opens libcuda.so.1 next gets it.
+    """Load the fake into this process, unless it already runs on it: the next user of libcuda.so.1 receives it.
 
-    For processes that live for one test only: a fake driver in the suite's own process would show in every later test.
+    Only for processes of a single test: a fake driver in the test suite's own process would affect every later test.
     """
     return FakeCuda(ctypes.CDLL(str(fake_libcuda() / "libcuda.so.1"), mode=os.RTLD_GLOBAL | os.RTLD_NOW))

@@ -1,7 +1,7 @@
-/* The fake cuBLASLt (libcublasLt.so.13): one algorithm for every product, which needs no workspace and computes nothing.
+/* The fake cuBLASLt (libcublasLt.so.13): one algorithm for every product, which needs no workspace and computes
+ * nothing.
  *
- * torch asks the heuristic for an algorithm and raises if it gets none, so one is given. The rest is generated.
- */
+ * torch requests an algorithm from the heuristic and raises without one, so one is returned. The rest is generated. */
 #include <stddef.h>
 #include <string.h>
 

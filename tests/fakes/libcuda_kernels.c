@@ -1,7 +1,7 @@
-/* What the phantom adds to the fake driver: modules of compiled code that hold any function, and launches of nothing.
+/* The phantom's addition to the fake driver: modules of compiled code that contain any function, and launches
+ * without effect.
  *
- * torch loads through the driver what it compiled at run time (see libnvrtc.c), and calls nothing else of this.
- */
+ * torch uses these to load the code that it compiled at run time (see libnvrtc.c). */
 #include <cuda.h>
 
 #include <string.h>
@@ -51,6 +51,6 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
 
 CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction f, int block_threads, size_t shared) {
     if (block_threads <= 0) return CUDA_ERROR_INVALID_VALUE;
-    *blocks = 1024 / block_threads > 0 ? 1024 / block_threads : 1; /* 64 registers a thread, 65,536 in all */
+    *blocks = 1024 / block_threads > 0 ? 1024 / block_threads : 1; /* 64 registers per thread, 65,536 in total */
     return CUDA_SUCCESS;
 }

@@ -1,13 +1,12 @@
-/* The moving of bytes in the fake CUDA runtime: real, in order, and done when the call returns.
+/* Copying and filling bytes in the fake CUDA runtime: real, in order, and complete when the call returns.
  *
- * The phantom pretends to have far more memory than the machine, which works because pages that nobody wrote are not
- * there. So zeros are not written: where a whole page of the target would become zeros, the page is given back to the
- * kernel, which shows the same zeros. The bytes that a reader sees are always the right ones. That is done in memory
- * that the fake driver gave; other memory of the process may be a shared mapping, and is written as usual.
+ * The phantom pretends to have far more memory than the machine, which works because pages that were never written
+ * do not exist. So zeros are not written: where a whole page of the target would become zeros, the page is returned
+ * to the kernel, which shows the same zeros. A reader always sees correct bytes. This applies to memory of the fake
+ * driver; other memory of the process may be a shared mapping, and is written as usual.
  *
- * A copy touches managed pages as the GPU would, and the fake driver moves them by its rules. Ordinary host memory is
- * read where it is: copy engines do not make pages migrate. Kernels do nothing, and touch nothing.
- */
+ * A copy touches managed pages as the GPU would, and the fake driver moves them by its rules. Ordinary host memory
+ * is read in place: copy engines do not cause migrations. Kernels do nothing and touch nothing. */
 #define _GNU_SOURCE
 #include "libcudart.h"
 
@@ -16,11 +15,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { SMALL = 1 << 20 }; /* up to here, a plain copy is cheaper than asking the kernel about pages */
+enum { SMALL = 1 << 20 }; /* below this size a plain copy is cheaper than querying the kernel about pages */
 
 static size_t page_bytes(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
-/* Of the fake driver, for tests: pages move as if a GPU had used them. */
+/* Function of the fake driver for tests: pages move as if a GPU had used them. */
 void fakecuda_gpu_touch(uintptr_t address, size_t count, int device);
 
 static int is_ours(const void *pointer) {
@@ -37,7 +36,7 @@ static void touch_managed(const void *pointer, size_t count) {
 
 static int all_zero(const char *bytes, size_t count) { return bytes[0] == 0 && memcmp(bytes, bytes + 1, count - 1) == 0; }
 
-/* Whether any page of the range was ever touched; asked of the kernel so that looking does not touch. */
+/* Whether any page of the range was ever touched; queried from the kernel, so that the check does not touch it. */
 static int populated(const char *from, size_t count) {
     size_t page = page_bytes();
     unsigned char there[512];
@@ -96,7 +95,8 @@ static cudaError_t copy_bytes(void *target, const void *source, size_t count) {
     return cudaSuccess;
 }
 
-/* For torch_zeros.cpp. Looking first commits nothing: pages that nobody wrote are read as the kernel's one page of zeros. */
+/* For torch_zeros.cpp. Reading first commits nothing: pages that were never written are read as the kernel's zero
+ * page. */
 void phantom_clear(void *from, size_t count) {
     if (count > SMALL)
         zero_ours(from, count);

@@ -1,8 +1,7 @@
 /* Kernels in the fake CUDA runtime: they register, have the attributes of compiled sm_90 code, and do nothing.
  *
- * No attribute is zero: torch and the libraries compiled into it divide by some and compare their binary's
- * architecture with others.
- */
+ * No attribute is zero: torch and the libraries compiled into it divide by some of them and compare the architecture
+ * of their binary with others. */
 #define _GNU_SOURCE
 #include "libcudart.h"
 
@@ -10,7 +9,7 @@
 
 enum { REGISTERS_PER_THREAD = 64, SHARED_PER_SM = 233472, THREADS_PER_SM = 2048, BLOCKS_PER_SM = 32 };
 
-/* ---- what the compiler's start-up code calls for each embedded binary ---- */
+/* ---- called by the compiler's start-up code for each embedded binary ---- */
 
 void **__cudaRegisterFatBinary(void *binary) {
     static void *handle;
@@ -23,7 +22,7 @@ void __cudaRegisterFunction(void) {}
 void __cudaRegisterVar(void) {}
 char __cudaInitModule(void **handle) { return 1; }
 
-/* ---- kernel<<<…>>>: the configuration travels from push to pop, as the stub that the compiler writes expects ---- */
+/* ---- kernel<<<…>>>: the configuration is stored by push and returned by pop, as the compiler's stub expects ---- */
 
 static __thread struct {
     dim3 grid, block;
@@ -47,15 +46,15 @@ cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, 
     return cudaSuccess;
 }
 
-/* A kernel's handle is the host function that stands for it. */
+/* The handle of a kernel is its host function. */
 cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
     *kernel = (cudaKernel_t)function;
     return cudaSuccess;
 }
 
-/* A launch that a GPU would refuse is refused: an empty or oversized grid or block is a bug in the caller. */
+/* A launch that a GPU would reject is rejected: an empty or oversized grid or block is a bug of the caller. */
 static cudaError_t launch(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
-    cudaError_t error = use_device(); /* a launch makes the thread's context, which cuBLAS then expects to find */
+    cudaError_t error = use_device(); /* a launch creates the thread's context, which cuBLAS then expects */
     if (error != cudaSuccess) return error;
     unsigned long long threads = (unsigned long long)block.x * block.y * block.z;
     if (threads == 0 || threads > 1024 || block.z > 64) return note(cudaErrorInvalidConfiguration);
@@ -113,7 +112,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const voi
     return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, function, block_threads, shared, 0);
 }
 
-/* Constants that kernels would read: nobody reads them. */
+/* Constants for kernels; no kernel reads them. */
 cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *source, size_t count, size_t offset, enum cudaMemcpyKind kind) {
     return cudaSuccess;
 }

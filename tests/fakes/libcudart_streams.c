@@ -1,9 +1,8 @@
-/* Streams and events of the fake CUDA runtime: the fake driver's own, so that both interfaces know the same ones.
+/* Streams and events of the fake CUDA runtime: those of the fake driver, so that both interfaces share them.
  *
- * Work is done when the call returns, so nothing is ever pending. A stream is an address of its own, as in CUDA,
- * because the caching allocator keys its blocks by it. Elapsed times are host time. Graph capture is not supported:
- * its functions are generated and say so; here is only that no capture is ever going on.
- */
+ * Work is complete when the call returns, so nothing is ever pending. Each stream has a distinct address, as in
+ * CUDA, because the caching allocator keys its blocks by it. Elapsed times are host time. Graph capture is not
+ * supported: its functions are generated and report that; the functions here only report that no capture is active. */
 #define _GNU_SOURCE
 #include "libcudart.h"
 
@@ -47,7 +46,7 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call
     return cudaSuccess;
 }
 
-/* ---- capture: never going on ---- */
+/* ---- capture: never active ---- */
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
     *status = cudaStreamCaptureStatusNone;

@@ -1,11 +1,11 @@
-/* A stand-in for CUPTI, as far as supertuner/memory/cupti.py uses it: unified-memory counters by the activity API.
+/* A fake CUPTI with the functions that supertuner/memory/telemetry/cupti.py uses: unified-memory counters by the
+ * activity API.
  *
- * A test says what happened with fakecupti_record(); records gather in a buffer of the client, as CUPTI's do, and are
- * delivered when it is full or flushed, from a thread of the library's own.
+ * A test reports events with fakecupti_record(); records are collected in a buffer of the client, as in CUPTI, and
+ * delivered from a thread of the library when the buffer is full or flushed.
  *
  *   FAKECUPTI_VERSION    the API version; records grew by 40 bytes with version 26 (CUDA 12.8)
- *   FAKECUPTI_CONFIGURE  the code that configuring the counters answers, such as 29: not supported on this device
- */
+ *   FAKECUPTI_CONFIGURE  the code that configuring the counters returns, such as 29: not supported on this device */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -20,7 +20,7 @@ typedef void (*Completed)(void *context, uint32_t stream, uint8_t *buffer, size_
 
 typedef struct { uint32_t scope, kind, device, enable; } Config;
 
-/* CUpti_ActivityUnifiedMemoryCounter2, and what version 3 appended to it. */
+/* CUpti_ActivityUnifiedMemoryCounter2, and the fields that version 3 appended. */
 typedef struct {
     uint32_t kind, counter;
     uint64_t value, start, end, address;
@@ -114,12 +114,13 @@ Result cuptiActivityFlushAll(uint32_t flag)
     return SUCCESS;
 }
 
-/* --- What tests say ------------------------------------------------------------------------------------------------ */
+/* --- Functions for tests
+ * ------------------------------------------------------------------------------------------- */
 
-/* The next records are of another activity kind, as if another client had switched it on. */
+/* The next records have another activity kind, as if another client had enabled it. */
 void fakecupti_kind(int kind) { record_kind = kind; }
 
-/* One event of a counter. Returns whether it was recorded: it is lost where nobody counts or gives a buffer. */
+/* One event of a counter. Returns whether it was recorded: it is lost if the counter is off or there is no buffer. */
 int fakecupti_record(uint32_t counter, uint64_t value)
 {
     if (!enabled || !(counters & 1u << counter))

@@ -1,10 +1,9 @@
-/* The fake cuSOLVER (libcusolver.so.12): sizes of workspaces are answered, factorisations succeed and compute nothing.
+/* The fake cuSOLVER (libcusolver.so.12): workspace sizes are returned, factorisations succeed and compute nothing.
  *
- * It is here for torch.linalg.solve and its kin, which schedulers (UniPC) call on tiny matrices. Every factorisation
- * reports success in the caller's `info`, which is device memory and so within reach: nothing is ever singular. A
- * workspace is one matrix; cuSOLVER's own sizes are unknown here. A bufferSize function that is missing below is
- * generated and answers "not supported".
- */
+ * It exists for torch.linalg.solve and related functions, which schedulers (UniPC) call on tiny matrices. Every
+ * factorisation reports success in the caller's `info`, which is device memory and therefore accessible: nothing is
+ * ever singular. A workspace is one matrix; cuSOLVER's own sizes are unknown here. A bufferSize function that is
+ * missing below is generated and returns "not supported". */
 #include <stdint.h>
 #include <stdlib.h>
 
@@ -28,7 +27,7 @@ int cusolverDnDestroy(void *handle) {
     }
 FOR_EACH_PRECISION(LU)
 
-/* No row is exchanged: pivots count from 1, as in LAPACK. */
+/* No row exchanges: pivots count from 1, as in LAPACK. */
 #define FACTORISE_LU(T)                                                                                                    \
     int cusolverDn##T##getrf(void *handle, int rows, int columns, void *matrix, int leading, void *workspace, int *pivots, \
                              int *info) {                                                                                  \
@@ -92,7 +91,7 @@ FOR_EACH_PRECISION(FACTORISE_CHOLESKY)
 #define FOR_EACH_Q(DEFINE) DEFINE(Sorgqr) DEFINE(Dorgqr) DEFINE(Cungqr) DEFINE(Zungqr)
 FOR_EACH_Q(Q_FROM_QR)
 
-/* The 64-bit interface states bytes, on the device and on the host. */
+/* The 64-bit interface returns bytes, on the device and on the host. */
 int cusolverDnXpotrf_bufferSize(void *handle, void *parameters, int triangle, int64_t rows, int type, const void *matrix,
                                 int64_t leading, int compute, size_t *device_bytes, size_t *host_bytes) {
     *device_bytes = (size_t)(rows * rows) * 16 + 16;

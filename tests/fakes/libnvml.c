@@ -1,17 +1,16 @@
-/* A stand-in for NVIDIA's management library, libnvidia-ml.so.1, as far as supertuner/memory/nvml.py asks it.
+/* A fake NVIDIA management library, libnvidia-ml.so.1, with the functions that supertuner/memory/nvml.py calls.
  *
- * The real pynvml opens this file by name, so that its own loading, argument passing and error handling are tested.
- * FAKENVML_PROFILE says which machine it describes:
+ * The real pynvml opens this file by name, so that its loading, argument passing and error handling are tested.
+ * FAKENVML_PROFILE selects the machine that it describes:
  *
- *   gh200      one GH200 that answers everything (the default)
+ *   gh200      one GH200 that reports everything (the default)
  *   gb10       one GB10, whose memory and power limit are "not supported", as on a DGX Spark
- *   two        two H100, in another order than the fake libcuda has them
+ *   two        two H100, in another order than in the fake libcuda
  *   lost       two H100, the first of which fell off the bus after it was opened
  *   no_driver  the library is installed and the kernel driver is not loaded
  *
- * Identities are those of the fake libcuda (GB10's is not: another machine's).
- * fakenvml_calls(name) counts the calls of one function.
- */
+ * The UUIDs are those of the fake libcuda (except GB10's, which is another machine's). fakenvml_calls(name) counts
+ * the calls of one function. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -160,9 +159,10 @@ Return nvmlDeviceGetHandleByIndex_v2(unsigned index, Gpu **handle)
     return SUCCESS;
 }
 
-/* --- Questions about one GPU -------------------------------------------------------------------------------------- */
+/* --- Queries of one GPU
+ * -------------------------------------------------------------------------------------------- */
 
-/* What stands before every answer: the call counts, and a GPU that is gone does not answer. */
+/* Precedes every query: counts the call, and fails for a lost GPU. */
 #define ASKED(gpu)                        \
     do {                                  \
         count(__func__);                  \

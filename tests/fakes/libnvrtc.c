@@ -1,8 +1,7 @@
-/* The fake NVRTC (libnvrtc.so.13): it "compiles" any source to a few bytes that nobody runs.
+/* The fake NVRTC (libnvrtc.so.13): it "compiles" any source to a few bytes that are never executed.
  *
- * torch compiles some kernels at run time (torch.prod, special functions); their launches do nothing like all others,
- * so it is enough that compiling succeeds and that names are found again. See libcuda_kernels.c for the loading.
- */
+ * torch compiles some kernels at run time (torch.prod, special functions). Their launches do nothing, like all
+ * others, so compiling only has to succeed and names have to be found again. See libcuda_kernels.c for the loading. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -10,7 +9,7 @@ enum { SUCCESS = 0, OUT_OF_MEMORY = 1 };
 static const char BINARY[] = "phantom";
 
 typedef struct {
-    char *name; /* the last name expression that was added: torch adds one to a program */
+    char *name; /* the last name expression that was added: torch adds one per program */
 } program;
 
 int nvrtcVersion(int *major, int *minor) {
@@ -56,7 +55,7 @@ int nvrtcGetProgramLog(program *p, char *log) {
     return SUCCESS;
 }
 
-/* Machine code and PTX alike. */
+/* Used for both machine code and PTX. */
 #define CODE(kind)                                           \
     int nvrtcGet##kind##Size(program *p, size_t *size) {     \
         *size = sizeof BINARY;                               \

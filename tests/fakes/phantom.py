@@ -2,10 +2,11 @@
 
 usage: python phantom.py --cuda-include DIR --out DIR      (by scripts/setup_phantom.sh; needs gcc, g++ and nm)
 
-torch itself says what it needs: the libraries that its own ones name, and the symbols that they leave undefined, with
-their versions. What a C file here defines is taken from it; every other symbol becomes a generated function that gives
-one fixed answer. So a new release of torch that wants more still loads, and what is missing says so when it is called.
-Guarantees: the folder is replaced as a whole, and only if a source, this file or torch changed.
+The requirements are read from torch: the libraries that its own libraries name, and the symbols that they leave
+undefined, with their versions. Symbols that a C file here defines come from it; every other symbol becomes a generated
+function with one fixed return value. So a new release of torch that needs more symbols still loads, and a missing
+function reports itself when it is called. Guarantees: the folder is replaced as a whole, and only if a source, this
+file or torch changed.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from pathlib import Path
 from typing import Final
 
 HERE: Final = Path(__file__).resolve().parent
-# A fake has the parameters of what it stands for, and ignores most of them.
+# A fake function has the parameters of the real one, and ignores most of them.
 FLAGS: Final = ("-std=gnu11", "-O1", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter", "-pthread")
-# Generated functions take no notice of their arguments, some of which have names that gcc knows better.
+# Generated functions ignore their arguments; some have names of gcc built-ins.
 GENERATED: Final = ("-std=gnu11", "-O1", "-fPIC", "-w", "-fno-builtin")
 STAMP: Final = ".built-from"
 
@@ -39,17 +40,17 @@ class FakeLibrary:
     """How one library is faked."""
 
     default_answer: int
-    """What a function answers that no C file defines: the library's own word for success, or for "not supported"."""
+    """Return value of functions that no C file defines: the library's code for success or for "not supported"."""
     sources: tuple[str, ...] = ()
     succeeds: str = "$^"
-    """Names of further functions that answer success; a pattern that matches nothing, unless given."""
+    """Pattern of further functions that return success; by default it matches nothing."""
     makers: str = "$^"
-    """Names of functions that make an object: their first argument receives an address."""
+    """Pattern of functions that create an object: their first argument receives an address."""
     prefixes: tuple[str, ...] = ()
-    """How its symbols begin, where they carry no version that names it."""
+    """Prefixes of its symbols, for symbols without a version that names the library."""
 
 
-# By the name before ".so". Zero is success in all of them.
+# By the name before ".so". Zero means success in all of them.
 LIBRARIES: Final = {
     "libcuda": FakeLibrary(801, ("libcuda/*.c", "libcuda_kernels.c"), prefixes=("cu",)),
     "libcudart": FakeLibrary(801, ("libcudart*.c",)),
@@ -73,16 +74,16 @@ LIBRARIES: Final = {
     "libnccl": FakeLibrary(5, prefixes=("nccl", "pnccl")),
     "libnvshmem_host": FakeLibrary(1, prefixes=("nvshmem",)),
 }
-# Sizes that nobody wrote must not be left unset: cuSOLVER's word for "not supported".
+# Size queries must not leave their result unset: cuSOLVER's code for "not supported".
 CUSOLVER_SIZES: Final = re.compile(r"cusolver\w+_bufferSize")
-# Functions that return words, whatever the library.
+# Functions that return text, in any library.
 NOT_SUPPORTED_TEXT: Final = '"not supported by the phantom: see docs/phantom.md"'
 TEXT_FUNCTIONS: Final = re.compile(r"\w+Get(Last)?(Error|Status)(String|Name)?")
 
 
 @dataclass
 class WantedSymbols:
-    """What torch's libraries want from outside."""
+    """What torch's libraries require from other libraries."""
 
     sonames: set[str] = field(default_factory=set)
     symbols: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -111,11 +112,11 @@ def main() -> None:
 
 
 def build(torch: Path, include: Path, out: Path, scratch: Path) -> None:
-    """All libraries that torch asks for, into `out`."""
+    """Build all libraries that torch requires into `out`."""
     wanted = wanted_symbols(torch)
     flags = [f"-I{include}", f"-DFAKE_CUDNN_VERSION={cudnn_version()}"]
     objects = {name: compiled(library, flags, scratch / name) for name, library in LIBRARIES.items()}
-    # The fake runtime calls the fake driver, which therefore comes first and has what either of them wants.
+    # The fake runtime calls the fake driver, which is therefore built first, with the symbols that either requires.
     wanted.symbols[""] |= {name for name in undefined(objects["libcudart"]) if re.match(r"cu[A-Z]", name)}
     for soname in sorted(wanted.sonames, key=lambda name: (not name.startswith("libcuda."), name)):
         name = soname.split(".so")[0]
@@ -129,7 +130,7 @@ def build(torch: Path, include: Path, out: Path, scratch: Path) -> None:
         if name == "libcudart":
             parts.append(out / "libcuda.so.1")
         link(soname, parts, version, out, scratch)
-    # The one piece in C++: it talks to torch's own allocator.
+    # The only part in C++: it uses torch's own allocator.
     headers, libraries = (f"-I{torch / 'include'}", f"-I{include}"), (f"-L{torch / 'lib'}", "-lc10_cuda", "-lc10")
     command = ("g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", *headers)
     run(*command, "-o", str(out / "libphantom_zeros.so"), str(HERE / "torch_zeros.cpp"), *libraries)
@@ -141,7 +142,7 @@ def stub(symbol: str, library: FakeLibrary) -> str:
         return f"int {symbol}(void **made) {{ static char one[64]; *made = one; return 0; }}\n"
     if TEXT_FUNCTIONS.fullmatch(symbol):
         return f"const char *{symbol}(void) {{ return {NOT_SUPPORTED_TEXT}; }}\n"
-    if symbol == "cuptiGetResultString":  # the one that hands its words out through a pointer
+    if symbol == "cuptiGetResultString":  # the only one that returns its text through a pointer
         return f"int {symbol}(int result, const char **words) {{ *words = {NOT_SUPPORTED_TEXT}; return 0; }}\n"
     answer = 0 if re.fullmatch(library.succeeds, symbol) else library.default_answer
     if CUSOLVER_SIZES.fullmatch(symbol):
@@ -150,13 +151,15 @@ def stub(symbol: str, library: FakeLibrary) -> str:
 
 
 def symbols_of(name: str, version: str, library: FakeLibrary, wanted: WantedSymbols) -> set[str]:
-    """What torch wants from this library: what carries its version, and what has its prefix and no version."""
+    """The symbols that torch requires from this library: those with its version, and those with its prefix and no
+    version.
+    """
     bare = {symbol for symbol in wanted.symbols[""] if owner(symbol) == name}
     return bare | (wanted.symbols[version] if version else set())
 
 
 def owner(symbol: str) -> str | None:
-    """The library of a symbol without a version: the longest prefix that fits decides."""
+    """The library of a symbol without a version: the one with the longest matching prefix."""
     fitting = [
         (len(prefix), name)
         for name, library in LIBRARIES.items()
@@ -168,7 +171,7 @@ def owner(symbol: str) -> str | None:
 
 
 def version_of(name: str, soname: str, wanted: WantedSymbols) -> str:
-    """The version that its symbols carry: its own soname, except for one that has a name of its own."""
+    """The version of its symbols: its own soname, with one exception."""
     if soname in wanted.symbols:
         return soname
     return "NVSHMEM" if name == "libnvshmem_host" and "NVSHMEM" in wanted.symbols else ""
@@ -202,7 +205,7 @@ def link(soname: str, parts: Iterable[Path], version: str, out: Path, scratch: P
     command = ["gcc", "-shared", "-pthread", f"-Wl,-soname,{soname}", "-o", str(out / soname)]
     command += [*map(str, parts), "-ldl", "-lm"]
     script = scratch / "version.map"
-    # The driver's symbols carry no version; what its parts call each other must not be seen by the whole process.
+    # The driver's symbols have no version; calls between its parts must not be visible to the whole process.
     hidden = "global: cu*; fakecuda_*; local: *;" if soname == "libcuda.so.1" else "global: *;"
     script.write_text(f"{version} {{ {hidden} }};\n")
     run(*command, f"-Wl,--version-script={script}" if version or soname == "libcuda.so.1" else "-Wl,--as-needed")
@@ -224,7 +227,9 @@ def torch_folder() -> Path:
 
 
 def cudnn_version() -> int:
-    """Of the cuDNN that this torch was built with, by what it requires: torch refuses an older one at run time."""
+    """The version of the cuDNN that this torch was built with, from its requirements: torch rejects an older one at run
+    time.
+    """
     for requirement in importlib.metadata.requires("torch") or ():
         pinned = re.match(r"nvidia-cudnn-cu\d+==(\d+)\.(\d+)\.(\d+)", requirement)
         if pinned:
@@ -234,7 +239,7 @@ def cudnn_version() -> int:
 
 
 def digest(torch: Path) -> str:
-    """Of everything the libraries are made from."""
+    """A digest of everything that the libraries are built from."""
     state = hashlib.sha256()
     for path in sorted([*HERE.glob("lib*.[ch]"), *HERE.glob("libcuda/*.[ch]"), *HERE.glob("*.cpp"), Path(__file__)]):
         state.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -1,11 +1,10 @@
-/* Makes every block that torch's caching allocator hands out start as zeros. Loaded by the fake runtime.
+/* Fills every block that torch's caching allocator returns with zeros. Loaded by the fake runtime.
  *
- * Kernels do nothing on the phantom, so the result of one is whatever its memory held before. In fresh memory that is
- * zeros; in a block that was used and freed it would be the bytes of something else, such as a copied batch, and a
- * program that looks at a result (is the loss finite? was the matrix singular?) would see another thing each time.
- * torch reports each block that it hands out to whoever attaches a tracker; this one clears it. The allocator's own
- * doing (which block, which segment, the statistics) is not touched.
- */
+ * Kernels do nothing on the phantom, so their result is whatever the memory held before. In new memory these are
+ * zeros; in a reused block they would be bytes of something else, such as a copied batch, and a program that
+ * inspects a result (is the loss finite? was the matrix singular?) would behave differently each time. torch reports
+ * each block that it returns to an attached tracker; this tracker clears it. The allocator's own behaviour (which
+ * block, which segment, the statistics) is unchanged. */
 #include <c10/cuda/CUDACachingAllocator.h>
 
 extern "C" void phantom_clear(void *from, size_t count); /* libcudart_bytes.c */

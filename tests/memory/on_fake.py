@@ -1,8 +1,8 @@
-"""Runs tests on the fake driver: each in a process of its own kind, so that no other test of the suite sees a GPU.
+"""Runs tests on the fake driver, each in a separate process of its machine profile, so that no other test sees a GPU.
 
-A `FakeProcess` is a Python process with the fake libcuda in its LD_LIBRARY_PATH, one for each profile and kept for the
-session. It runs the functions that it is sent by name, each with a `FakeBench`, and says what came of it. `on_fake`
-turns a function of a bench into a test of that kind.
+A `FakeProcess` is a Python process with the fake libcuda in its LD_LIBRARY_PATH; there is one for each profile, kept
+for the session. It runs functions that it receives by name, each with a `FakeBench`, and reports their outcome.
+`on_fake` turns a function of a bench into such a test.
 
     @on_fake("pcie", devices=2)
     def test_something(bench: FakeBench) -> None: ...
@@ -39,11 +39,11 @@ DRIVER_CALLS = {
     "preferred_location": "cuMemRangeGetAttributes",
     "last_prefetch_location": "cuMemRangeGetAttributes",
 }
-"""The driver call that does the work of a verb of the seam."""
+"""The driver call behind a method of `Driver`."""
 
 
 class FakeBench:
-    """A driver over the fake, and the fake itself. See `tests.memory.bench.Bench`."""
+    """A driver over the fake libcuda, and the fake itself. Implements `tests.memory.bench.DriverBench`."""
 
     hbm_bytes = 64 * MIB
 
@@ -82,7 +82,7 @@ class FakeProcess:
         )
 
     def run(self, target: str, parameters: Mapping[str, Any]) -> tuple[str, Any, bool]:
-        """The outcome of the function, what it returned or said, and whether it left GPU memory taken."""
+        """(outcome of the function, its result or message, whether it left GPU memory allocated)."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([target, dict(parameters)]) + "\n")
         self._process.stdin.flush()
@@ -97,13 +97,15 @@ class FakeProcess:
 
 
 class FakeProcessPool:
-    """The session's processes. One that failed, or left memory taken, is replaced: no other test shall see that."""
+    """The session's processes. One that failed or left memory allocated is replaced, so that no other test
+    is affected.
+    """
 
     def __init__(self) -> None:
         self._processes: dict[str, FakeProcess] = {}
 
     def run(self, options: Mapping[str, Any], target: str, parameters: Mapping[str, Any] | None = None) -> Any:
-        """What the function returned over there; or skipped, or failed, as it was."""
+        """The function's result in that process; skips or fails as it did there."""
         key = json.dumps(dict(options), sort_keys=True)
         process = self._processes.pop(key, None) or FakeProcess(options)
         outcome, value, left_memory = process.run(target, parameters or {})
@@ -125,7 +127,7 @@ class FakeProcessPool:
 def on_fake(
     profile: str = "gh200", **more: str | int
 ) -> Callable[[Callable[..., None]], Callable[[FakeProcessPool], None]]:
-    """A test that runs on the fake driver with that profile and these FAKECUDA_* settings."""
+    """Run the test on the fake driver with this profile and these FAKECUDA_* settings."""
 
     def wrap(body: Callable[..., None]) -> Callable[[FakeProcessPool], None]:
         def test(fakes: FakeProcessPool) -> None:
@@ -149,14 +151,14 @@ def _outcome(bench: FakeBench, target: str, parameters: Mapping[str, Any]) -> tu
         return "passed", function(bench, **parameters)
     except pytest.skip.Exception as skipped:
         return "skipped", str(skipped)
-    except BaseException:  # noqa: BLE001 - whatever it was, it is this test's outcome and is told to the other process
+    except BaseException:  # noqa: BLE001 - every exception is this test's outcome, reported to the other process
         return "failed", traceback.format_exc()
 
 
 def serve() -> None:
-    """Until the other side closes: a line with a function's name and arguments in, a line with its outcome out."""
+    """Until the input closes: read a line with a function's name and arguments, write a line with its outcome."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what tests print must not be taken for an answer
+    os.dup2(2, 1)  # output of tests must not be mistaken for an answer
     fake = load_fake()
     driver = open_cuda(fake.move_pages)
     assert isinstance(driver, CudaDriver), driver

@@ -1,4 +1,4 @@
-"""The overflow allocator called as torch calls it, each time with an account of its own."""
+"""Calls the overflow allocator as torch does, each time with separate state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLENTY_KIB = 1 << 40
 
 
 class PluginCopy:
-    """A fresh copy of the library: its state is a library's, so a copy begins at zero."""
+    """A fresh copy of the library. Its state belongs to the library, so a copy starts at zero."""
 
     def __init__(self, limits: OverflowLimits | None = None, device: int = 0) -> None:
         library = find_plugin()
@@ -47,7 +47,7 @@ class PluginCopy:
         self._free.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
     def set_host_available(self, available_bytes: int) -> None:
-        """What /proc/meminfo says from now on."""
+        """Set the available memory in the plugin's meminfo file."""
         self.meminfo.write_text(
             f"MemTotal:       {1 << 50} kB\nMemFree:              1 kB\nMemAvailable:   {available_bytes >> 10} kB\n"
         )
@@ -57,7 +57,7 @@ class PluginCopy:
         self.overflow.configure(self._limits)
 
     def alloc(self, nbytes: int, pattern: AccessPattern = "gpu_first", device: int = 0) -> int | None:
-        """A new segment's address; None: refused, which torch raises as OutOfMemoryError."""
+        """The address of a new segment; None if refused, which torch raises as OutOfMemoryError."""
         function = getattr(self._c, alloc_symbol(pattern))
         function.restype = ctypes.c_void_p
         function.argtypes = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)

@@ -1,4 +1,6 @@
-"""What `cuda.py` adds to the laws: why there is no driver; versions, of its bindings too; devices, contexts, forks."""
+"""Tests of `cuda.py` beyond the contract: why there is no driver; versions of driver and bindings; devices, contexts,
+forks.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,14 @@ from tests.memory.on_fake import FakeBench, on_fake
 OPEN = "from supertuner.memory.cuda import open_cuda; print(open_cuda().reason)"
 
 
-# ---- why there is none
+# ---- why there is no driver
 
 
 @pytest.mark.requires(not Path("/dev/nvidiactl").exists(), reason="this machine has an NVIDIA driver")
-def test_without_a_driver_that_is_the_reason_and_it_is_known_at_once() -> None:
+def test_a_missing_driver_is_reported_quickly() -> None:
     missing = open_cuda()
     assert isinstance(missing, NotAvailable)
-    assert missing.reason == "no NVIDIA driver (libcuda.so.1) here"
+    assert missing.reason == "no NVIDIA driver (libcuda.so.1) on this machine"
     seconds = []
     for _ in range(20):
         began = time.perf_counter()
@@ -51,24 +53,24 @@ def test_without_a_driver_that_is_the_reason_and_it_is_known_at_once() -> None:
     assert median(seconds) < 0.005
 
 
-def test_without_a_driver_the_bindings_are_not_even_imported() -> None:
+def test_without_a_driver_the_bindings_are_not_imported() -> None:
     code = "import sys; from supertuner.memory.cuda import open_cuda; open_cuda(); print('cuda' in sys.modules)"
     if isinstance(open_cuda(), NotAvailable):
         assert run_python(code, os.environ) == "False\n"
 
 
-def test_a_driver_without_a_gpu_is_told_from_no_driver() -> None:
+def test_a_driver_without_a_gpu_differs_from_no_driver() -> None:
     assert run_python(OPEN, environment(devices=0)) == "the driver found no GPU\n"
 
 
-def test_a_driver_that_does_not_start_is_named_with_its_own_word() -> None:
+def test_a_driver_that_does_not_start_is_reported_with_its_error() -> None:
     reason = run_python(OPEN, environment(faults="cuInit=803"))
     assert "cuInit: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in reason
     assert "nvidia-smi" in reason
 
 
-def test_a_driver_too_old_for_locations_says_what_it_is_and_what_is_needed() -> None:
-    assert run_python(OPEN, environment(driver=12010)) == "the driver is of CUDA 12.1; 12.2 or newer is needed\n"
+def test_a_driver_too_old_for_locations_is_reported_with_both_versions() -> None:
+    assert run_python(OPEN, environment(driver=12010)) == "the driver supports CUDA 12.1; 12.2 or newer is required\n"
 
 
 def test_without_bindings_the_remedy_is_to_install_them() -> None:
@@ -76,7 +78,7 @@ def test_without_bindings_the_remedy_is_to_install_them() -> None:
     assert "pip install cuda-bindings" in run_python(code, environment())
 
 
-def test_a_library_that_is_no_library_is_not_called_absent(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_library_is_not_reported_as_missing(tmp_path: Path) -> None:
     (tmp_path / "libcuda.so.1").write_text("not a library, long enough to be read as the start of one: " + "x" * 64)
     reason = run_python(OPEN, {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)})
     assert reason.startswith("libcuda.so.1 cannot be loaded:")
@@ -86,7 +88,7 @@ def test_a_library_that_is_no_library_is_not_called_absent(tmp_path: Path) -> No
 
 
 @on_fake("gh200")
-def test_a_superchip_is_known_by_its_attributes(bench: FakeBench) -> None:
+def test_a_superchip_is_recognised_by_its_attributes(bench: FakeBench) -> None:
     (found,) = bench.driver.devices()
     assert found == DeviceProperties(
         number=0,
@@ -106,19 +108,19 @@ def test_a_superchip_is_known_by_its_attributes(bench: FakeBench) -> None:
 
 
 @on_fake("gb10")
-def test_one_pool_is_integrated_and_its_gpu_is_no_node(bench: FakeBench) -> None:
+def test_a_one_pool_gpu_is_integrated_and_has_no_numa_node(bench: FakeBench) -> None:
     (found,) = bench.driver.devices()
     assert (found.integrated, found.numa_node, found.capability) == (True, None, (12, 1))
 
 
 @on_fake("pcie")
-def test_a_card_reads_no_system_memory_and_is_no_node(bench: FakeBench) -> None:
+def test_a_card_reads_no_system_memory_and_has_no_numa_node(bench: FakeBench) -> None:
     (found,) = bench.driver.devices()
     assert (found.pageable, found.host_page_tables, found.numa_node, found.managed) == (False, False, None, True)
 
 
 @on_fake("gh200")
-def test_an_attribute_that_the_driver_does_not_know_is_unknown_and_not_false(bench: FakeBench) -> None:
+def test_an_attribute_that_the_driver_does_not_know_is_none(bench: FakeBench) -> None:
     bench.fake.fault("cuDeviceGetAttribute", 1, times=0)
     (found,) = bench.driver.devices()
     assert (found.managed, found.integrated, found.capability, found.numa_node) == (None, None, None, None)
@@ -136,7 +138,7 @@ def test_two_devices_have_two_memories_and_two_names(bench: FakeBench) -> None:
 
 
 @on_fake("gh200", devices=2)
-def test_managed_memory_goes_to_the_device_that_is_named(bench: FakeBench) -> None:
+def test_managed_memory_migrates_to_the_requested_device(bench: FakeBench) -> None:
     with allocated(bench, MemoryKind.MANAGED, BLOCK) as span:
         for home in (GpuLocation(1), GpuLocation(0), HOST, GpuLocation(1)):
             bench.driver.prefetch([span], home)
@@ -154,7 +156,7 @@ def test_managed_memory_goes_to_the_device_that_is_named(bench: FakeBench) -> No
 # ---- versions
 
 
-def _three(bench: FakeBench, driver: Driver) -> None:
+def _prefetch_three_ranges(bench: FakeBench, driver: Driver) -> None:
     with allocated(bench, MemoryKind.MANAGED, 3 * BLOCK) as span:
         parts = [AddressRange(span.address + i * BLOCK, BLOCK) for i in range(3)]
         bench.fake.reset()
@@ -164,30 +166,30 @@ def _three(bench: FakeBench, driver: Driver) -> None:
 
 @on_fake("gh200", driver=13000)
 def test_with_cuda_13_many_ranges_are_prefetched_by_one_call(bench: FakeBench) -> None:
-    _three(bench, bench.driver)
+    _prefetch_three_ranges(bench, bench.driver)
     assert (bench.fake.calls("cuMemPrefetchBatchAsync"), bench.fake.calls("cuMemPrefetchAsync")) == (1, 0)
 
 
 @on_fake("gh200", driver=12020)
-def test_before_cuda_13_they_are_prefetched_one_by_one(bench: FakeBench) -> None:
-    _three(bench, bench.driver)
+def test_before_cuda_13_ranges_are_prefetched_one_by_one(bench: FakeBench) -> None:
+    _prefetch_three_ranges(bench, bench.driver)
     assert (bench.fake.calls("cuMemPrefetchBatchAsync"), bench.fake.calls("cuMemPrefetchAsync")) == (0, 3)
 
 
 @on_fake("gh200", driver=13000)
-def test_nothing_to_prefetch_or_discard_is_no_call(bench: FakeBench) -> None:
+def test_an_empty_prefetch_or_discard_makes_no_call(bench: FakeBench) -> None:
     bench.driver.prefetch([], GpuLocation(0))
     bench.driver.discard([])
     assert bench.fake.calls("cuMemPrefetchBatchAsync") == bench.fake.calls("cuMemDiscardBatchAsync") == 0
 
 
 @on_fake("gh200", driver=13000)
-def test_bindings_of_cuda_12_take_locations_by_another_name_and_have_no_batches(bench: FakeBench) -> None:
+def test_bindings_of_cuda_12_have_other_names_and_no_batch_calls(bench: FakeBench) -> None:
     from cuda.bindings import driver as bindings
 
     old = start_driver(OldBindings(bindings), kernel_move_pages)  # type: ignore[arg-type]
     assert isinstance(old, CudaDriver)
-    _three(bench, old)
+    _prefetch_three_ranges(bench, old)
     assert (bench.fake.calls("cuMemPrefetchBatchAsync"), bench.fake.calls("cuMemPrefetchAsync")) == (0, 3)
     with allocated(bench, MemoryKind.MANAGED, BLOCK) as span:
         for home in (HOST, GpuLocation(0), HostNumaLocation(0)):
@@ -200,7 +202,7 @@ def test_bindings_of_cuda_12_take_locations_by_another_name_and_have_no_batches(
 
 
 @on_fake("gh200", devices=2)
-def test_a_verb_leaves_the_threads_current_context_as_it_was(bench: FakeBench) -> None:
+def test_a_call_restores_the_threads_current_context(bench: FakeBench) -> None:
     from cuda.bindings import driver as bindings
 
     def current() -> int:
@@ -218,7 +220,7 @@ def test_a_verb_leaves_the_threads_current_context_as_it_was(bench: FakeBench) -
 
 
 @on_fake("gh200")
-def test_each_device_gets_one_context_and_one_stream_however_often_it_is_used(bench: FakeBench) -> None:
+def test_each_device_has_one_context_and_one_stream(bench: FakeBench) -> None:
     driver = open_cuda()
     assert isinstance(driver, CudaDriver)
     bench.fake.reset()
@@ -228,7 +230,7 @@ def test_each_device_gets_one_context_and_one_stream_however_often_it_is_used(be
 
 
 @on_fake("gh200")
-def test_after_a_fork_the_child_is_refused_and_the_parent_goes_on(bench: FakeBench) -> None:
+def test_after_a_fork_the_child_fails_and_the_parent_continues(bench: FakeBench) -> None:
     before = bench.driver.free_bytes(0)
     child = os.fork()
     if child == 0:
@@ -242,7 +244,7 @@ def test_after_a_fork_the_child_is_refused_and_the_parent_goes_on(bench: FakeBen
 
 
 @on_fake("pcie")
-def test_pinned_memory_is_told_apart(bench: FakeBench) -> None:
+def test_pinned_memory_is_recognised(bench: FakeBench) -> None:
     from cuda.bindings import driver as bindings
 
     bindings.cuCtxSetCurrent(bindings.cuDevicePrimaryCtxRetain(0)[1])
@@ -253,10 +255,10 @@ def test_pinned_memory_is_told_apart(bench: FakeBench) -> None:
     refuses("CUDA_ERROR_INVALID_VALUE", bench.driver.allocate, MemoryKind.PINNED, 4096)
 
 
-# ---- the kernel's word on pages, and the fake's own promises
+# ---- page locations from the kernel, and guarantees of the fake driver
 
 
-def test_the_kernel_says_where_pages_are_or_that_it_will_not() -> None:
+def test_the_kernel_reports_page_nodes_or_enosys() -> None:
     block = mmap.mmap(-1, 2 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block[0] = 1
     address = addressof(c_char.from_buffer(block))
@@ -275,7 +277,7 @@ def test_a_log_has_one_line_for_each_call(tmp_path: Path) -> None:
     assert calls[0] == "cuInit"
 
 
-def test_faults_can_be_asked_for_from_a_later_call_on_and_a_few_times() -> None:
+def test_faults_can_begin_at_a_later_call_and_repeat() -> None:
     code = """
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.driver import DriverError
@@ -290,8 +292,10 @@ for _ in range(5):
     assert run_python(code, environment(faults="cuMemGetInfo=700@2x2")).split() == ["ok", "700", "700", "ok", "ok"]
 
 
-def test_the_fake_is_seen_by_the_process_that_is_meant_and_by_no_other() -> None:
-    assert not any("supertuner-fakes" in line and "libcuda.so" in line for line in Path("/proc/self/maps").read_text().splitlines())
+def test_only_the_intended_process_loads_the_fake_driver() -> None:
+    assert not any(
+        "supertuner-fakes" in line and "libcuda.so" in line for line in Path("/proc/self/maps").read_text().splitlines()
+    )
     command = [sys.executable, "-c", "from supertuner.memory.cuda import open_cuda; print(type(open_cuda()).__name__)"]
     seen = [
         subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -302,7 +306,7 @@ def test_the_fake_is_seen_by_the_process_that_is_meant_and_by_no_other() -> None
 
 
 @on_fake("gh200", hbm_bytes=96 << 30)
-def test_a_hundred_thousand_live_ranges_are_found_as_fast_as_ten(bench: FakeBench) -> None:
+def test_the_lookup_time_does_not_grow_with_a_hundred_thousand_ranges(bench: FakeBench) -> None:
     def seconds_for_each(addresses: list[int]) -> float:
         some = addresses[:: max(1, len(addresses) // 1000)]
         began = time.perf_counter()
@@ -324,8 +328,8 @@ def test_a_hundred_thousand_live_ranges_are_found_as_fast_as_ten(bench: FakeBenc
 
 
 @on_fake("gh200", devices=2)
-def test_work_for_the_second_gpu_leaves_the_first_alone(bench: FakeBench) -> None:
-    """A context takes hundreds of megabytes of a GPU that another process trains on."""
+def test_work_on_the_second_gpu_creates_no_context_on_the_first(bench: FakeBench) -> None:
+    """A context takes hundreds of megabytes of a GPU that another process may be using."""
     driver = open_cuda()
     assert isinstance(driver, CudaDriver)
     span = AddressRange(driver.allocate(MemoryKind.MANAGED, BLOCK, 1), BLOCK)
@@ -340,8 +344,8 @@ def test_work_for_the_second_gpu_leaves_the_first_alone(bench: FakeBench) -> Non
 
 
 @on_fake("gh200", devices=2)
-def test_waiting_for_one_gpu_waits_for_what_was_begun_by_way_of_another(bench: FakeBench) -> None:
-    """The host has no stream of its own: what is sent home, or discarded, may be on any of ours."""
+def test_synchronizing_one_gpu_also_waits_for_the_streams_of_others(bench: FakeBench) -> None:
+    """The host has no stream: a prefetch to the host, or a discard, may be on any device's stream."""
     driver = open_cuda()
     assert isinstance(driver, CudaDriver)
     span = AddressRange(driver.allocate(MemoryKind.MANAGED, BLOCK, 1), BLOCK)

@@ -1,4 +1,4 @@
-"""NVML through the real pynvml over a stand-in library: all answers, some, none, and a GPU that falls off the bus."""
+"""NVML through the real pynvml over a fake library: all values, some, none, and a GPU that falls off the bus."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from supertuner.core.types import MIB
 from tests.fakes.fake_libraries import fake_nvml
 
-ASK = """
+SAMPLE_PROGRAM = """
 import ctypes, dataclasses, json, sys
 from supertuner.memory.driver import NotAvailable
 from supertuner.memory.nvml import open_nvml
@@ -36,18 +36,18 @@ print(json.dumps(answer))
 """
 
 
-def asked(folder: Path | None, profile: str) -> dict[str, Any]:
-    """What a process finds in whose libraries NVML is the stand-in, or is missing."""
+def sample_in_process(folder: Path | None, profile: str) -> dict[str, Any]:
+    """The result of a process that uses the fake NVML, or none."""
     environment = dict(os.environ, FAKENVML_PROFILE=profile, LD_LIBRARY_PATH=str(folder or ""))
-    command = [sys.executable, "-W", "error", "-c", ASK]
+    command = [sys.executable, "-W", "error", "-c", SAMPLE_PROGRAM]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
 
-def test_a_gh200_answers_everything() -> None:
-    answer = asked(fake_nvml(), "gh200")
+def test_a_gh200_reports_all_values() -> None:
+    answer = sample_in_process(fake_nvml(), "gh200")
     assert answer["version"] == "580.95.05"
     assert answer["gpus"] == [
         {
@@ -70,32 +70,34 @@ def test_a_gh200_answers_everything() -> None:
     }
 
 
-def test_what_a_gb10_does_not_say_is_left_out_and_not_asked_again() -> None:
-    answer = asked(fake_nvml(), "gb10")
+def test_values_that_a_gb10_does_not_report_are_absent_and_not_queried_again() -> None:
+    answer = sample_in_process(fake_nvml(), "gb10")
     gpu, sample = answer["gpus"][0], answer["samples"][0][2]
     assert gpu["name"] == "NVIDIA GB10" and gpu["total_bytes"] is None and gpu["power_limit_w"] is None
     assert "used_bytes" not in sample and "free_bytes" not in sample
     assert sample["power_w"] == 38.25
-    assert answer["memory_calls"] == 2, "once for the facts, once for the first sample, and no more"
+    assert answer["memory_calls"] == 2, "once for the facts and once for the first sample"
     assert answer["power_calls"] == 3
 
 
-def test_a_gpu_that_fell_off_the_bus_gives_no_figures_and_its_neighbour_does() -> None:
-    answer = asked(fake_nvml(), "lost")
+def test_a_gpu_that_fell_off_the_bus_has_no_figures_and_the_other_gpu_does() -> None:
+    answer = sample_in_process(fake_nvml(), "lost")
     assert answer["samples"][0] == [{}, {}, {}]
     assert answer["samples"][1][0]["free_bytes"] == 20000 * MIB
     assert [gpu["uuid"] and gpu["uuid"][-2:] for gpu in answer["gpus"]] == [None, "00"]
-    assert answer["power_calls"] == 6, "it may come back, so it is asked again"
+    assert answer["power_calls"] == 6, "it may come back, so it is queried again"
 
 
 def test_an_unknown_index_has_no_figures() -> None:
-    assert asked(fake_nvml(), "gh200")["samples"][1] == [{}, {}, {}]
+    assert sample_in_process(fake_nvml(), "gh200")["samples"][1] == [{}, {}, {}]
 
 
-def test_a_library_without_its_kernel_driver_is_missing_with_that_reason() -> None:
-    assert asked(fake_nvml(), "no_driver") == {"missing": "NVML is here, but the NVIDIA kernel driver is not loaded"}
+def test_a_library_without_its_kernel_driver_is_not_available() -> None:
+    assert sample_in_process(fake_nvml(), "no_driver") == {
+        "missing": "NVML is installed, but the NVIDIA kernel driver is not loaded"
+    }
 
 
 @pytest.mark.requires(not Path("/dev/nvidiactl").exists(), reason="this machine has an NVIDIA driver")
-def test_no_library_is_missing_with_that_reason() -> None:
-    assert asked(None, "gh200") == {"missing": "no NVML (libnvidia-ml.so.1) here"}
+def test_a_missing_library_is_not_available() -> None:
+    assert sample_in_process(None, "gh200") == {"missing": "no NVML (libnvidia-ml.so.1) on this machine"}

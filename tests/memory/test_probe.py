@@ -1,4 +1,6 @@
-"""Other machines as folders of files: what the probe finds there, what stays unknown, and how much memory is free."""
+"""Other machines as folders of files: what the probe reports for them, what stays unknown, and how much
+memory is free.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from tests.memory.machine_files import (
     x86_files,
 )
 
-ASK_REAL_BINDINGS = """
+PROBE_PROGRAM = """
 import json
 from supertuner.core.host import HostFacts
 from supertuner.memory.cuda import open_cuda
@@ -47,7 +49,7 @@ NO_NVML = NotAvailable("no NVML here")
 
 
 class FakeProbeNvml:
-    """The part of NVML that a probe asks."""
+    """The part of NVML that the probe uses."""
 
     def __init__(self, *gpus: NvmlGpuFacts, version: str | None = None) -> None:
         self._gpus, self._version = gpus, version
@@ -63,7 +65,7 @@ def nvml_gpu(index: int, name: str, uuid: str) -> NvmlGpuFacts:
     return NvmlGpuFacts(index, name, uuid, None, None, None)
 
 
-def test_a_gh200_is_recognised_with_its_memory_as_a_node(tmp_path: Path) -> None:
+def test_a_gh200_is_recognised_with_its_gpu_memory_as_a_numa_node(tmp_path: Path) -> None:
     facts = probe_machine(folder_host(tmp_path, gh200_files()), FakeProbeDriver(GH200), NO_NVML)
     assert facts.machine is not None and facts.machine.key == "gh200-96"
     assert (facts.arch, facts.kernel, facts.page_bytes) == ("aarch64", "6.8.0-1021-nvidia-64k", 64 * KIB)
@@ -94,13 +96,13 @@ def test_on_a_gh200_host_memory_does_not_include_the_gpus(tmp_path: Path) -> Non
     assert host_available_bytes(facts, host) == 455 * GIB
 
 
-def test_without_the_nodes_file_the_driver_is_believed(tmp_path: Path) -> None:
+def test_without_the_nodes_file_the_drivers_value_is_used(tmp_path: Path) -> None:
     files = {name: text for name, text in gh200_files().items() if "/node1/" not in name}
     host, driver = folder_host(tmp_path, files), FakeProbeDriver(GH200, free=70 * GIB)
     assert free_gpu_bytes(probe_machine(host, driver, NO_NVML), driver, host) == 70 * GIB
 
 
-def test_on_one_pool_free_memory_is_what_the_kernel_calls_available(tmp_path: Path) -> None:
+def test_on_a_one_pool_machine_free_memory_is_memavailable(tmp_path: Path) -> None:
     host, driver = folder_host(tmp_path, gb10_files()), FakeProbeDriver(GB10, free=8 * GIB)
     facts = probe_machine(host, driver, NO_NVML)
     assert facts.machine is not None and facts.machine.key == "gb10"
@@ -109,20 +111,20 @@ def test_on_one_pool_free_memory_is_what_the_kernel_calls_available(tmp_path: Pa
     assert host_available_bytes(facts, host) == 70 * GIB
 
 
-def test_an_unknown_integrated_gpu_is_one_pool_all_the_same(tmp_path: Path) -> None:
+def test_an_unknown_integrated_gpu_is_a_one_pool_machine(tmp_path: Path) -> None:
     facts = probe_machine(
         folder_host(tmp_path, gb10_files()), FakeProbeDriver(replace(GB10, name="NVIDIA Thor")), NO_NVML
     )
     assert facts.machine is None and facts.one_pool is True
 
 
-def test_an_unknown_gpu_that_does_not_say_leaves_the_pool_unknown(tmp_path: Path) -> None:
-    unsaid = replace(H100, name="NVIDIA X1", integrated=None, host_page_tables=None)
-    facts = probe_machine(folder_host(tmp_path, x86_files()), FakeProbeDriver(unsaid), NO_NVML)
+def test_an_unknown_gpu_without_that_attribute_leaves_one_pool_unknown(tmp_path: Path) -> None:
+    unreported = replace(H100, name="NVIDIA X1", integrated=None, host_page_tables=None)
+    facts = probe_machine(folder_host(tmp_path, x86_files()), FakeProbeDriver(unreported), NO_NVML)
     assert (facts.machine, facts.one_pool, facts.ats) == (None, None, None)
 
 
-def test_on_a_card_the_driver_knows_what_is_free(tmp_path: Path) -> None:
+def test_on_a_card_the_drivers_free_memory_is_used(tmp_path: Path) -> None:
     host, driver = folder_host(tmp_path, x86_files()), FakeProbeDriver(H100, free=33 * GIB)
     facts = probe_machine(host, driver, NO_NVML)
     assert facts.machine is not None and facts.machine.key == "h100-80-sxm"
@@ -133,7 +135,7 @@ def test_on_a_card_the_driver_knows_what_is_free(tmp_path: Path) -> None:
     assert free_gpu_bytes(facts, driver, host, device=1) is None
 
 
-def test_a_box_without_a_gpu_is_a_plain_cpu_with_the_reason(tmp_path: Path) -> None:
+def test_a_machine_without_a_gpu_is_a_plain_cpu_with_the_reason(tmp_path: Path) -> None:
     host = folder_host(tmp_path, x86_files())
     facts = probe_machine(host, NO_GPU, NO_NVML)
     assert facts.machine is not None and facts.machine.key == "cpu"
@@ -149,7 +151,7 @@ def test_an_mi300a_is_one_pool_without_nvidias_driver(tmp_path: Path) -> None:
     assert facts.one_pool is True
 
 
-def test_a_container_without_sys_knows_its_limit_and_leaves_the_rest_unknown(tmp_path: Path) -> None:
+def test_a_container_without_sys_reports_its_limit_and_leaves_the_rest_unknown(tmp_path: Path) -> None:
     files = {
         "proc/meminfo": meminfo(MemTotal=in_gib(256), MemAvailable=in_gib(200)),
         "proc/self/cgroup": "5:memory:/job\n",
@@ -163,14 +165,14 @@ def test_a_container_without_sys_knows_its_limit_and_leaves_the_rest_unknown(tmp
     assert {name: getattr(facts, name) for name in unknown} == dict.fromkeys(unknown)
 
 
-def test_a_folder_with_nothing_in_it_is_all_unknown_and_nothing_is_zero(tmp_path: Path) -> None:
+def test_an_empty_folder_is_all_unknown_and_no_value_is_zero(tmp_path: Path) -> None:
     facts = probe_machine(HostFacts(tmp_path), NO_GPU, NO_NVML)
     zeros = [name for name, value in dataclasses.asdict(facts).items() if value == 0 and value is not False]
     assert zeros == []
     assert facts.memory_total is None and facts.memory_available is None
 
 
-def test_nvmls_gpu_is_found_by_identity_when_the_two_count_differently(tmp_path: Path) -> None:
+def test_nvmls_gpu_is_matched_by_uuid_when_the_numbering_differs(tmp_path: Path) -> None:
     first, second = replace(H100, uuid="GPU-b"), replace(H100, number=1, uuid="GPU-a")
     nvml = FakeProbeNvml(nvml_gpu(0, H100.name, "GPU-a"), nvml_gpu(1, H100.name, "GPU-b"), version="580.95.05")
     facts = probe_machine(folder_host(tmp_path, x86_files()), FakeProbeDriver(first, second), nvml)
@@ -178,7 +180,7 @@ def test_nvmls_gpu_is_found_by_identity_when_the_two_count_differently(tmp_path:
     assert facts.nvidia_driver == "580.95.05"
 
 
-def test_without_an_identity_only_a_single_gpu_of_the_same_name_is_taken_for_the_same(tmp_path: Path) -> None:
+def test_without_a_uuid_only_a_single_gpu_of_the_same_name_is_matched(tmp_path: Path) -> None:
     host = folder_host(tmp_path, x86_files())
     one = FakeProbeNvml(nvml_gpu(0, H100.name, "GPU-a"))
     two = FakeProbeNvml(nvml_gpu(0, H100.name, "GPU-a"), nvml_gpu(1, H100.name, "GPU-b"))
@@ -195,16 +197,16 @@ def test_without_an_identity_only_a_single_gpu_of_the_same_name_is_taken_for_the
         ("pcie", 80, 2, "two", ["h100-80-pcie", False, False, 13000, [1, 0]]),
     ],
 )
-def test_through_the_real_bindings_a_machine_is_what_its_drivers_say(
+def test_the_probe_reads_a_machine_through_the_real_bindings(
     profile: str, gib: int, devices: int, nvml: str, found: list[object]
 ) -> None:
     env = environment(profile, hbm_bytes=gib * GIB, devices=devices) | {"FAKENVML_PROFILE": nvml}
     env["LD_LIBRARY_PATH"] += f":{fake_nvml()}"
-    assert json.loads(run_python(ASK_REAL_BINDINGS, env)) == found
+    assert json.loads(run_python(PROBE_PROGRAM, env)) == found
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="no /proc")
-def test_this_machine_answers_sensibly() -> None:
+def test_this_machine_has_plausible_values() -> None:
     facts = probe_machine(HostFacts(), NO_GPU, NO_NVML)
     assert facts.arch == os.uname().machine and facts.kernel == os.uname().release
     assert facts.page_bytes == os.sysconf("SC_PAGE_SIZE")

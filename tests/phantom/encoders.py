@@ -1,7 +1,9 @@
-"""Encoders of full size on the phantom, beside their forecasts. VAEs are convolutions, of which the phantom has a rule
-of its own for what cuDNN takes: agreement there says that shapes and lifetimes are right, not cuDNN's bytes.
+"""Compares encoders of full size on the phantom with their forecasts.
 
-As a program it prints their table of docs/forecast.md: scripts/phantom_python.sh -m tests.phantom.encoders
+VAEs consist of convolutions, and the phantom has its own rule for cuDNN's workspaces: agreement shows that shapes and
+lifetimes are right, not cuDNN's bytes.
+
+As a program it prints the encoders' table of docs/forecast.md: scripts/phantom_python.sh -m tests.phantom.encoders
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import nn
 
 from supertuner.config.settings.model import ModelSettings
 from supertuner.config.settings.run_config import RunConfig
-from supertuner.models import meta_modules as hollow
+from supertuner.models import loading
 from supertuner.models.published_models import describe_model
 from supertuner.plan.trace.caching_allocator import simulate_allocator
 from supertuner.plan.trace.cuda_kernels import CudaDevice
@@ -58,12 +60,12 @@ def forecast(one: Encoding) -> Bytes:
         trace = trace_media_encoding(family, model, one.media, device=CudaDevice())
     else:
         trace = trace_text_encoding(config, family, model, device=CudaDevice())
-    found = simulate_allocator(trace)
-    return Bytes(found.allocated_bytes, found.reserved_bytes)
+    peaks = simulate_allocator(trace)
+    return Bytes(peaks.allocated_bytes, peaks.reserved_bytes)
 
 
 def on_the_phantom(one: Encoding) -> Bytes:
-    """The second of two samples or captions."""
+    """The peaks of encoding the second of two samples or captions. Measured."""
     family, model, _ = describe_model(ModelSettings(family=one.family, path=one.path))
     with torch.no_grad(), _on_the_gpu():
         encode: Callable[[], object]
@@ -90,24 +92,25 @@ def on_the_phantom(one: Encoding) -> Bytes:
 
 @contextmanager
 def _on_the_gpu() -> Iterator[None]:
-    """Modules without weights are made of CUDA tensors of no value."""
-    before = hollow.build_without_weights
+    """Inside, modules without weights consist of uninitialized CUDA tensors."""
+    original = loading.build_without_weights
 
-    def there(skeleton: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-        return placed(CUDA, before(skeleton, dtype))
+    def build_on_gpu(build_module: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+        return placed(CUDA, original(build_module, dtype))
 
-    hollow.build_without_weights = there
+    loading.build_without_weights = build_on_gpu
     try:
         yield
     finally:
-        hollow.build_without_weights = before
+        loading.build_without_weights = original
 
 
 def main() -> None:
     for one in ENCODINGS:
-        said, found = forecast(one), on_the_phantom(one)
+        modelled, measured = forecast(one), on_the_phantom(one)
         parts = [one.title]
-        for ours, theirs in ((said.allocated, found.allocated), (said.reserved, found.reserved)):
+        pairs = ((modelled.allocated, measured.allocated), (modelled.reserved, measured.reserved))
+        for ours, theirs in pairs:
             parts += [f"{ours / GIB:.2f}", f"{theirs / GIB:.2f}", f"{100 * (ours / theirs - 1):+.2f} %"]
         sys.stdout.write(" | ".join(["", *parts, ""]).strip() + "\n")
         sys.stdout.flush()

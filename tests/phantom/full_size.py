@@ -1,7 +1,8 @@
-"""Full-size training windows on the phantom, beside their forecasts: how far apart are they?
+"""Compares full-size training windows on the phantom with their forecasts.
 
-A window is run as a run runs it: the family's own module, adapters, optimizer and objective by `step/expert_setup.py`, and
-`train_window` twice, so that the second finds what the first left behind. Its weights are CUDA tensors of no value.
+A window runs as in a run: the family's own module, with adapters, optimizer and objective from `step/expert_setup.py`,
+and `train_window` twice, so that the second finds what the first left in memory. Weights are uninitialized CUDA
+tensors.
 
 As a program it prints the table of docs/forecast.md: scripts/phantom_python.sh -m tests.phantom.full_size
 """
@@ -21,6 +22,7 @@ from torch import nn
 
 from supertuner.config.settings.model import ModelSettings
 from supertuner.config.settings.run_config import RunConfig
+from supertuner.core.events import NullSink
 from supertuner.models.published_models import describe_model
 from supertuner.models.spec import Expert, Family, ModelDescription
 from supertuner.plan.trace.caching_allocator import simulate_allocator
@@ -67,11 +69,11 @@ class Case:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     denoiser: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from the published config."""
+    """Entries that differ from the published config."""
     shape: BatchShape | None = None
-    """Of a batch, where it is not learnt from the model's own encoders."""
+    """The shape of a batch; None: probed with the model's own encoders."""
     convolutions: bool = False
-    """Whether convolutions decide its peak, of which the phantom knows no more than we do."""
+    """Whether convolutions determine its peak: the phantom does not have cuDNN's real workspaces."""
 
 
 KEEP = {"gradient_checkpointing": False}
@@ -101,57 +103,59 @@ CASES = (
 
 @dataclass(frozen=True)
 class Bytes:
-    """The most that was allocated and reserved."""
+    """Peaks of allocated and of reserved memory."""
 
     allocated: int
     reserved: int
 
 
 def forecast(case: Case) -> Bytes:
-    """What the trace and the allocator's model say."""
-    trace = trace_training_step(*_known(case), micro_batches=case.micro_batches, device=CudaDevice(chip()))
-    found = simulate_allocator(trace)
-    return Bytes(found.allocated_bytes, found.reserved_bytes)
+    """The peaks by the trace and the model of the allocator."""
+    trace = trace_training_step(*_described(case), micro_batches=case.micro_batches, device=CudaDevice(chip()))
+    peaks = simulate_allocator(trace)
+    return Bytes(peaks.allocated_bytes, peaks.reserved_bytes)
 
 
 def chip() -> GpuChip:
-    """What the phantom says that it is (FAKECUDA_PROFILE)."""
-    said = torch.cuda.get_device_properties(0)
-    return GpuChip((said.major, said.minor), said.multi_processor_count, said.max_threads_per_multi_processor)
+    """The chip that the phantom presents (FAKECUDA_PROFILE)."""
+    chip = torch.cuda.get_device_properties(0)
+    return GpuChip((chip.major, chip.minor), chip.multi_processor_count, chip.max_threads_per_multi_processor)
 
 
 def on_the_phantom(case: Case) -> Bytes:
-    """What torch's own allocator says of the second window."""
-    config, family, model, expert, shape = _known(case)
+    """The peaks of torch's own allocator in the second window. Measured."""
+    config, family, model, expert, shape = _described(case)
     device = torch.device("cuda")
     precision = ComputePrecision(config.train.mixed_precision, device)
     module = placed(device, family.load_denoiser(model, expert, weight_dtype(config, precision)))
-    quantize_base_weights(config, module, precision, _Unheard())
-    trained = build_trainable_expert(config, family, expert, module, precision, _Unheard())
-    trainee = build_expert_state(config, expert, trained, precision)
-    rules = build_step_options(config, family, model, precision, _Unheard())
+    quantize_base_weights(config, module, precision, NullSink())
+    trained = build_trainable_expert(config, family, expert, module, precision, NullSink())
+    expert_state = build_expert_state(config, expert, trained, precision)
+    options = build_step_options(config, family, model, precision, NullSink())
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
-        with torch.compiler.set_stance("force_eager"):  # LyCORIS compiles a part of itself, and here is no compiler
+        with torch.compiler.set_stance(
+            "force_eager"
+        ):  # LyCORIS compiles a part of itself, and there is no compiler here
             train_window(
-                trainee,
-                _batches(shape, case.micro_batches, device),
+                expert_state,
+                zero_batches(shape, case.micro_batches, device),
                 samples=case.samples * case.micro_batches,
                 learning_rate=1e-4,
-                options=rules,
+                options=options,
                 seed=0,
             )
-    most = Bytes(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-    _forget_tables(module)
-    del module, trained, trainee, rules
+    peaks = Bytes(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+    _clear_caches(module)
+    del module, trained, expert_state, options
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() == 0, "the next case would begin with what this one left behind"
-    return most
+    assert torch.cuda.memory_allocated() == 0, "this case would leave memory to the next one"
+    return peaks
 
 
-def _known(case: Case) -> tuple[RunConfig, Family, ModelDescription, Expert, BatchShape]:
+def _described(case: Case) -> tuple[RunConfig, Family, ModelDescription, Expert, BatchShape]:
     settings = {"family": case.family, "path": case.path, **case.model}
     config = RunConfig.model_validate(
         {
@@ -166,21 +170,24 @@ def _known(case: Case) -> tuple[RunConfig, Family, ModelDescription, Expert, Bat
     if case.denoiser:
         changed = {**model.configs[expert.component], **case.denoiser}
         model = replace(model, configs={**model.configs, expert.component: changed})
-    picture = case.media if model.edits_images else None
-    shape = case.shape or EncoderShapeProbe(config, family, model).batch_shape(case.samples, case.media, picture)
+    reference_shape = case.media if model.edits_images else None
+    shape = case.shape or EncoderShapeProbe(config, family, model).batch_shape(
+        case.samples, case.media, reference_shape
+    )
     return config, family, model, expert, shape
 
 
 def placed(device: torch.device, module: nn.Module) -> nn.Module:
-    """A module of the meta device with its weights on this one, and its plain tables on the CPU, as loading has it."""
-    made: dict[int, nn.Parameter] = {}
+    """Moves a module from the meta device to this one, uninitialized; its plain tensors go to the CPU, as after
+    loading."""
+    moved: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
-                    there = torch.empty_like(parameter, device=device)
-                    made[id(parameter)] = nn.Parameter(there, requires_grad=parameter.requires_grad)
-                part._parameters[name] = made[id(parameter)]
+                if id(parameter) not in moved:
+                    values = torch.empty_like(parameter, device=device)
+                    moved[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                part._parameters[name] = moved[id(parameter)]
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = torch.empty_like(buffer, device=device)
@@ -190,8 +197,9 @@ def placed(device: torch.device, module: nn.Module) -> nn.Module:
     return module
 
 
-def _forget_tables(module: nn.Module) -> None:
-    """Qwen-Image keeps the angles of every shape that it saw for the life of the process, behind a decorator."""
+def _clear_caches(module: nn.Module) -> None:
+    """Clears lru_caches of the module's classes: Qwen-Image caches the RoPE of every shape for the life of the
+    process."""
     for kind in {type(part) for part in module.modules()}:
         for value in vars(kind).values():
             for cell in getattr(value, "__closure__", None) or ():
@@ -199,42 +207,39 @@ def _forget_tables(module: nn.Module) -> None:
                     cell.cell_contents.cache_clear()
 
 
-def _batches(shape: BatchShape, count: int, device: torch.device) -> Iterator[StepBatch]:
+def zero_batches(shape: BatchShape, count: int, device: torch.device) -> Iterator[StepBatch]:
     for _ in range(count):
         latents = torch.zeros(shape.samples, *shape.latents, dtype=shape.latents_dtype)
 
-        def made(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        def zeros(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             return {name: torch.zeros(shape.samples, *one.shape, dtype=one.dtype) for name, one in fields.items()}
 
         yield StepBatch(
             latents=latents,
             noise=torch.zeros(latents.shape),
             sigmas=torch.full((shape.samples,), 0.5),
-            text=made(shape.text),
-            conditions=made(shape.conditions),
-            loss_inputs=made(shape.loss_inputs),
+            text=zeros(shape.text),
+            conditions=zeros(shape.conditions),
+            loss_inputs=zeros(shape.loss_inputs),
         ).to(device)
 
 
-class _Unheard:
-    def emit(self, event: object) -> None: ...
-
-
 def row(case: Case) -> str:
-    """A line of the table."""
-    begun = time.perf_counter()
-    said = forecast(case)
-    took = time.perf_counter() - begun
-    found = on_the_phantom(case)
+    """A row of the table of docs/forecast.md."""
+    start = time.perf_counter()
+    modelled = forecast(case)
+    seconds = time.perf_counter() - start
+    measured = on_the_phantom(case)
     parts = [case.title]
-    for ours, theirs in ((said.allocated, found.allocated), (said.reserved, found.reserved)):
+    pairs = ((modelled.allocated, measured.allocated), (modelled.reserved, measured.reserved))
+    for ours, theirs in pairs:
         parts += [f"{ours / GIB:.2f}", f"{theirs / GIB:.2f}", f"{100 * (ours / theirs - 1):+.2f} %"]
-    return " | ".join(["", *parts, f"{took:.0f}", ""]).strip()
+    return " | ".join(["", *parts, f"{seconds:.0f}", ""]).strip()
 
 
 def main(words: Sequence[str]) -> None:
     if words[:1] == ["--json"]:
-        case = _named(words[1])
+        case = _case_by_title(words[1])
         sys.stdout.write(json.dumps([astuple(forecast(case)), astuple(on_the_phantom(case))]) + "\n")
         return
     for case in CASES:
@@ -243,8 +248,8 @@ def main(words: Sequence[str]) -> None:
             sys.stdout.flush()
 
 
-def _named(title: str) -> Case:
-    """A case of the table, or `seed 7`."""
+def _case_by_title(title: str) -> Case:
+    """A case of the table, or a random one: `seed 7`."""
     if title.startswith("seed "):
         from tests.phantom.random_cases import random_case
 

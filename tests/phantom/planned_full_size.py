@@ -1,8 +1,8 @@
-"""Full-size windows under the plans that are made for them, on the phantom: does what was planned to fit, fit?
+"""Runs full-size windows under their plans on the phantom, to check that a plan that fits by arithmetic really fits.
 
-A step is traced, a plan is made of it for a GH200, and the window runs under that plan on torch's own allocator. As a
-program it prints a line each: scripts/phantom_python.sh -m tests.phantom.planned_full_size [WORDS OF A TITLE]
-No full fine-tunes: what the host steps, it steps in real memory, of which a 14B model takes more than there is.
+A step is traced, a plan for a GH200 is made from it, and the window runs under that plan on torch's own allocator. As a
+program it prints one line per case: scripts/phantom_python.sh -m tests.phantom.planned_full_size [WORDS OF A TITLE]
+Full fine-tunes are left out: an optimizer step on the host uses real memory, and a 14B model needs more than there is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from supertuner.core.events import NullSink
 from supertuner.memory.machines import MACHINES
 from supertuner.plan.placement.plan import MemoryPlan
 from supertuner.plan.placement.plan_step import plan_step
@@ -26,25 +27,26 @@ from supertuner.step.window import train_window
 from supertuner.train.offload.apply import apply_plan
 from supertuner.train.offload.manager import plan_summary
 from supertuner.train.offload.transfer import CudaStreamTransfer
-from tests.phantom.full_size import GIB, KEEP, WAN, Case, _batches, _known, _Unheard, placed
+from tests.phantom.full_size import GIB, KEEP, WAN, Case, _described, placed, zero_batches
 
 CASES = (
     Case("Wan2.2 14B T2V, LoRA, 81 frames of 1280×720", "wan2.2", WAN, (3, 81, 720, 1280), train=KEEP),
     Case("Wan2.2 14B T2V, LoRA, 81 frames of 832×480", "wan2.2", WAN, (3, 81, 480, 832), train=KEEP),
 )
 MARGIN = 0.94
-"""Of the phantom's memory: what the allocator holds beyond what is allocated is not planned."""
+"""Share of the phantom's memory for the plan; the rest is for what the allocator reserves beyond the allocated
+bytes."""
 
 
 @dataclass(frozen=True)
-class Found:
+class PlannedRun:
     plan: MemoryPlan
     peak: int
     reserved: int
 
 
-def run(case: Case, machine: str = "gh200-96", compute_share: float = 0.4) -> Found:
-    config, family, model, expert, shape = _known(case)
+def run(case: Case, machine: str = "gh200-96", compute_share: float = 0.4) -> PlannedRun:
+    config, family, model, expert, shape = _described(case)
     trace = trace_training_step(config, family, model, expert, shape, device=CudaDevice())
     known = MACHINES[machine]
     total = torch.cuda.get_device_properties(0).total_memory
@@ -55,28 +57,33 @@ def run(case: Case, machine: str = "gh200-96", compute_share: float = 0.4) -> Fo
     device = torch.device("cuda", 0)
     precision = ComputePrecision(config.train.mixed_precision, device)
     module = family.load_denoiser(model, expert, weight_dtype(config, precision))
-    # On the device a while, which is as large as the model here: host memory that torch gives is real memory.
-    trained = build_trainable_expert(config, family, expert, placed(device, module), precision, _Unheard())
-    trainee = build_expert_state(config, expert, trained, precision)
-    apply_plan(trainee, plan, CudaStreamTransfer(device))
-    rules = build_step_options(config, family, model, precision, _Unheard())
+    # Built on the device, because host memory from torch is real memory; the phantom's device memory is not.
+    trained = build_trainable_expert(config, family, expert, placed(device, module), precision, NullSink())
+    expert_state = build_expert_state(config, expert, trained, precision)
+    apply_plan(expert_state, plan, CudaStreamTransfer(device))
+    options = build_step_options(config, family, model, precision, NullSink())
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
-        batches = _batches(shape, case.micro_batches, device)
+        batches = zero_batches(shape, case.micro_batches, device)
         train_window(
-            trainee, batches, samples=case.samples * case.micro_batches, learning_rate=1e-4, options=rules, seed=0
+            expert_state,
+            batches,
+            samples=case.samples * case.micro_batches,
+            learning_rate=1e-4,
+            options=options,
+            seed=0,
         )
-    return Found(plan, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+    return PlannedRun(plan, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
 
 def main(words: Sequence[str]) -> None:
     for case in CASES:
         if all(word in case.title for word in words):
-            found = run(case)
-            modelled = found.plan.modelled
+            result = run(case)
+            modelled = result.plan.modelled
             planned = "?" if modelled is None else f"{modelled.gpu_peak_bytes / GIB:.2f}"
-            line = f"{case.title} | {planned} | {found.peak / GIB:.2f} | {found.reserved / GIB:.2f} | {plan_summary(found.plan)}"
-            sys.stdout.write(line + "\n")
+            measured = f"{result.peak / GIB:.2f} | {result.reserved / GIB:.2f}"
+            sys.stdout.write(f"{case.title} | {planned} | {measured} | {plan_summary(result.plan)}\n")
             sys.stdout.flush()
 
 

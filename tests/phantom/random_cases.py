@@ -1,4 +1,4 @@
-"""Training windows of chance: widths, depths, shapes and settings that nobody chose, of all transformers."""
+"""Random training windows of all transformer families: widths, depths, shapes and settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Drawn = tuple[dict[str, Any], dict[str, BatchTensorSpec], dict[str, BatchTensorS
 
 
 def random_case(seed: int) -> Case:
-    """A window that depends on the seed alone."""
+    """A window determined by the seed."""
     draw = random.Random(seed)
     family, path, make = draw.choice(_FAMILIES)
     denoiser, text, conditions, latents = make(draw)
@@ -84,11 +84,11 @@ def _wan_5b(draw: random.Random) -> Drawn:
 
 
 def _rope(width: int) -> list[int]:
-    """How the width of a head is divided among the axes."""
+    """How a head's dimension is divided among the axes of RoPE."""
     return [width - 2 * (width // 16 * 7), width // 16 * 7, width // 16 * 7]
 
 
-def _picture(draw: random.Random) -> tuple[int, ...]:
+def _image_latents(draw: random.Random) -> tuple[int, ...]:
     return 16, 2 * draw.randint(16, 72), 2 * draw.randint(16, 72)
 
 
@@ -105,7 +105,7 @@ def _flux(draw: random.Random) -> Drawn:
         "embeds": BatchTensorSpec((draw.choice((77, 256, 512)), 4096), HALF),
         "pooled": BatchTensorSpec((768,), HALF),
     }
-    return config, text, {}, _picture(draw)
+    return config, text, {}, _image_latents(draw)
 
 
 def _qwen(draw: random.Random) -> Drawn:
@@ -118,7 +118,7 @@ def _qwen(draw: random.Random) -> Drawn:
     }
     length = draw.randint(20, 900)
     text = {"embeds": BatchTensorSpec((length, 3584), HALF), "mask": BatchTensorSpec((length,), torch.int64)}
-    return config, text, {}, _picture(draw)
+    return config, text, {}, _image_latents(draw)
 
 
 def _edit(draw: random.Random) -> Drawn:
@@ -138,7 +138,7 @@ def _sd35(draw: random.Random) -> Drawn:
         "dual_attention_layers": list(range(draw.randint(0, layers - 1))),
     }
     text = {"embeds": BatchTensorSpec((draw.choice((154, 333)), 4096), HALF), "pooled": BatchTensorSpec((2048,), HALF)}
-    return config, text, {}, _picture(draw)
+    return config, text, {}, _image_latents(draw)
 
 
 _FAMILIES: tuple[tuple[str, str, Callable[[random.Random], Drawn]], ...] = (

@@ -1,4 +1,4 @@
-"""The model of the caching allocator keeps the same books as torch's own, request by request."""
+"""The model of the caching allocator has the same counters as torch's own allocator after every request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from supertuner.plan.trace.caching_allocator import AllocatorBlock, CachingAlloc
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_allocated_and_reserved_is_the_same_after_every_request(seed: int) -> None:
+def test_allocated_and_reserved_bytes_are_equal_after_every_request(seed: int) -> None:
     draw = random.Random(seed)
     model = CachingAllocator()
     live: list[tuple[torch.Tensor, AllocatorBlock]] = []
@@ -31,8 +31,8 @@ def test_what_is_allocated_and_reserved_is_the_same_after_every_request(seed: in
         )
 
 
-def test_a_gpu_that_is_full_gives_back_the_same_segments() -> None:
-    """Torch's limit is a fraction of the GPU; ours is in bytes."""
+def test_a_full_gpu_releases_the_same_segments() -> None:
+    """torch's limit is a fraction of the GPU's memory, the model's is in bytes."""
     limit = 4 << 30
     model = CachingAllocator(limit_bytes=limit)
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])

@@ -1,4 +1,4 @@
-"""Convolutions on the phantom take torch's cuDNN path: their memory is output and workspace, and nothing unfolded."""
+"""Convolutions on the phantom use torch's cuDNN path: their memory is output and workspace, without im2col buffers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def conv_arguments(dims: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dims", [2, 3])
-def test_forward_holds_output_and_the_workspace_of_the_rule(dims: int, dtype: torch.dtype) -> None:
+def test_the_forward_pass_takes_the_output_and_the_workspace_of_the_rule(dims: int, dtype: torch.dtype) -> None:
     convolve = {2: F.conv2d, 3: F.conv3d}[dims]
     x, weight = conv_arguments(dims, dtype)
     output_bytes = convolve(x, weight, padding=1).nbytes
     peak = peak_of(lambda: convolve(x, weight, padding=1))
-    # None is channels last, so the workspace holds all three once more.
+    # None of the three is channels-last, so the workspace holds a copy of each.
     workspace = x.nbytes + weight.nbytes + output_bytes
     assert peak == pytest.approx(output_bytes + workspace, rel=0.02)
 

@@ -1,7 +1,7 @@
-"""The promise of docs/forecast.md: a window's peak is forecast to 3 % of what torch's own allocator says, at any size.
+"""The promise of docs/forecast.md: the forecast peak of a window is within 3 % of torch's own allocator, at any size.
 
-No factor is fitted to a family, so windows of chance are held to the same. Those that need more memory than the
-phantom's usual GPU are run in a process of their own, on a larger one.
+No factor is fitted to a family, so random windows are held to the same promise. Windows that need more memory than the
+phantom's default GPU run in a separate process on a larger one.
 """
 
 from __future__ import annotations
@@ -21,56 +21,56 @@ from tests.phantom.random_cases import random_case
 
 PROMISED = 0.03
 RESERVED = 0.06
-"""Small models keep few segments, of which one more or less is a few per cent."""
+"""Small models have few segments, so that one more or less is a few per cent."""
 LARGE_GPU = 4 << 40
 QUICK = next(case for case in CASES if case.title.startswith("Wan2.2 14B I2V"))
 QUICK_SEEDS = (6, 7, 19, 22, 23, 24)
-"""Of each family one, with LoRA, DoRA and all weights. (LyCORIS compiles on CUDA, which pytest's warnings forbid: see
-below.)"""
+"""One of each family, with LoRA, DoRA and all weights. (LyCORIS compiles on CUDA, which warns, and pytest turns
+warnings into errors: those cases run in a separate process, below.)"""
 
 
-def close(said: Bytes, found: Bytes) -> None:
-    assert said.allocated == pytest.approx(found.allocated, rel=PROMISED)
-    assert said.reserved == pytest.approx(found.reserved, rel=RESERVED)
+def assert_close(modelled: Bytes, measured: Bytes) -> None:
+    assert modelled.allocated == pytest.approx(measured.allocated, rel=PROMISED)
+    assert modelled.reserved == pytest.approx(measured.reserved, rel=RESERVED)
 
 
-def test_a_full_size_window_takes_what_was_forecast() -> None:
-    close(forecast(QUICK), on_the_phantom(QUICK))
+def test_the_forecast_of_a_full_size_window_holds() -> None:
+    assert_close(forecast(QUICK), on_the_phantom(QUICK))
 
 
 @pytest.mark.parametrize("seed", QUICK_SEEDS)
-def test_a_window_of_chance_takes_what_was_forecast(seed: int) -> None:
-    close(forecast(random_case(seed)), on_the_phantom(random_case(seed)))
+def test_the_forecast_of_a_random_window_holds(seed: int) -> None:
+    assert_close(forecast(random_case(seed)), on_the_phantom(random_case(seed)))
 
 
 @pytest.mark.phantom_long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [case for case in CASES if not case.convolutions], ids=lambda case: case.title)
-def test_every_configuration_of_the_table_takes_what_was_forecast(case: Case) -> None:
-    close(*_in_its_own_process(case.title))
+def test_the_forecast_of_every_case_of_the_table_holds(case: Case) -> None:
+    assert_close(*_in_separate_process(case.title))
 
 
 @pytest.mark.phantom_long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(100, 140))
-def test_forty_more_windows_of_chance_take_what_was_forecast(seed: int) -> None:
-    close(*_in_its_own_process(f"seed {seed}"))
+def test_the_forecast_of_forty_more_random_windows_holds(seed: int) -> None:
+    assert_close(*_in_separate_process(f"seed {seed}"))
 
 
 @pytest.mark.parametrize("title", ("Flux: VAE, 1024×1024", "SDXL: text"))
-def test_an_encoder_takes_what_was_forecast(title: str) -> None:
+def test_the_forecast_of_an_encoder_holds(title: str) -> None:
     one = next(one for one in ENCODINGS if one.title == title)
-    close(encoders.forecast(one), encoders.on_the_phantom(one))
+    assert_close(encoders.forecast(one), encoders.on_the_phantom(one))
 
 
 @pytest.mark.phantom_long
 @pytest.mark.parametrize("one", ENCODINGS, ids=lambda one: one.title)
-def test_every_encoder_takes_what_was_forecast(one: Encoding) -> None:
-    close(encoders.forecast(one), encoders.on_the_phantom(one))
+def test_the_forecast_of_every_encoder_holds(one: Encoding) -> None:
+    assert_close(encoders.forecast(one), encoders.on_the_phantom(one))
 
 
-def _in_its_own_process(what: str) -> tuple[Bytes, Bytes]:
-    command = [sys.executable, "-m", "tests.phantom.full_size", "--json", what]
+def _in_separate_process(title: str) -> tuple[Bytes, Bytes]:
+    command = [sys.executable, "-m", "tests.phantom.full_size", "--json", title]
     done = subprocess.run(
         command,
         env={**os.environ, "FAKECUDA_HBM": str(LARGE_GPU)},
@@ -80,5 +80,5 @@ def _in_its_own_process(what: str) -> tuple[Bytes, Bytes]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    said, found = json.loads(done.stdout.splitlines()[-1])
-    return Bytes(*said), Bytes(*found)
+    modelled, measured = json.loads(done.stdout.splitlines()[-1])
+    return Bytes(*modelled), Bytes(*measured)

@@ -1,6 +1,7 @@
-"""The rules of plan/trace/cuda_kernels.py against torch's own CUDA code: which kernel is chosen, and what it takes meanwhile.
+"""The rules of plan/trace/cuda_kernels.py against torch's own CUDA code: the selected kernel, and its workspaces.
 
-What an operator takes is the peak of what is asked of the allocator while it runs, less what is there before or after.
+The workspace of an operator is the peak of the bytes requested from the allocator while it runs, minus what exists
+before or after it.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ BACKENDS = {
 }
 
 
-class Taken(TorchDispatchMode):
-    """Which operators ran, and what each took while it ran."""
+class WorkspaceRecorder(TorchDispatchMode):
+    """Records the operators that run, with their measured and modelled workspaces."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[Any, int, int]] = []
-        """Operator, what it took, what our rules say that it takes."""
+        """(operator, measured bytes, modelled bytes)."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        said = sum(CudaDevice().operator_workspaces(func, args, kwargs or {}))
+        modelled = sum(CudaDevice().operator_workspaces(func, args, kwargs or {}))
         torch.cuda.reset_peak_memory_stats()
         before = requested("current")
         result = func(*args, **(kwargs or {}))
-        self.found.append((func, requested("peak") - max(before, requested("current")), said))
+        self.found.append((func, requested("peak") - max(before, requested("current")), modelled))
         return result
 
     def of(self, part: str) -> tuple[Any, int, int]:
@@ -54,67 +55,69 @@ class Taken(TorchDispatchMode):
 
 
 def requested(which: str) -> int:
-    """Bytes that were asked for: the allocator's blocks are larger."""
+    """Bytes requested from the allocator, whose blocks are larger."""
     return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
 
 
 def attended(
     heads: AttentionShape, dtype: torch.dtype, mask: torch.Tensor | None = None, dropout: float = 0.0
-) -> Taken:
-    def made(length: int) -> torch.Tensor:
-        """As models have it: rows of all heads, seen head by head."""
+) -> WorkspaceRecorder:
+    def rows_by_head(length: int) -> torch.Tensor:
+        """As in models: rows with all heads, transposed to heads with all rows."""
         rows = torch.empty(heads.batch, length, heads.heads, heads.head_dim, device="cuda", dtype=dtype)
         return rows.requires_grad_().transpose(1, 2)
 
-    query, key, value = made(heads.queries), made(heads.keys), made(heads.keys)
-    with Taken() as taken:
+    query, key, value = rows_by_head(heads.queries), rows_by_head(heads.keys), rows_by_head(heads.keys)
+    with WorkspaceRecorder() as recorder:
         result = F.scaled_dot_product_attention(query, key, value, mask, dropout)
         result.backward(torch.empty_like(result))
-    return taken
+    return recorder
 
 
 @pytest.mark.parametrize("width", (8, 20, 64, 72, 128, 160, 256, 264))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
-@pytest.mark.parametrize("masked", ("no mask", "mask", "mask that learns"))
-def test_torch_chooses_the_kernel_that_the_rule_names(width: int, dtype: torch.dtype, masked: str) -> None:
+@pytest.mark.parametrize("masked", ("no mask", "mask", "trained mask"))
+def test_torch_selects_the_kernel_of_the_rule(width: int, dtype: torch.dtype, masked: str) -> None:
     heads = AttentionShape(2, 4, 256, 96, width, dtype.itemsize)
     mask = None
     if masked != "no mask":
-        mask = torch.zeros(2, 1, 256, 96, device="cuda", dtype=dtype, requires_grad=masked == "mask that learns")
-    said = select_attention_kernel(
+        mask = torch.zeros(2, 1, 256, 96, device="cuda", dtype=dtype, requires_grad=masked == "trained mask")
+    modelled = select_attention_kernel(
         heads,
         capability=(9, 0),
         masked=mask is not None,
         mask_requires_grad=bool(mask is not None and mask.requires_grad),
     )
-    ran = [str(operator) for operator, _, _ in attended(heads, dtype, mask).found]
+    operators = [str(operator) for operator, _, _ in attended(heads, dtype, mask).found]
     found = next(
-        (name for name in AttentionKernel if any(f"_{name}_attention." in one for one in ran)), AttentionKernel.MATH
+        (name for name in AttentionKernel if any(f"_{name}_attention." in one for one in operators)),
+        AttentionKernel.MATH,
     )
-    assert said is found
+    assert modelled is found
 
 
 @pytest.mark.parametrize("which", tuple(BACKENDS))
 @pytest.mark.parametrize("width", (64, 72, 96, 128))
 @pytest.mark.parametrize("lengths", ((4096, 4096), (8100, 512), (1024, 77), (333, 333)), ids=str)
-def test_the_backward_pass_of_attention_takes_what_the_rule_says(
+def test_the_backward_pass_of_attention_has_the_workspace_of_the_rule(
     which: AttentionKernel, width: int, lengths: tuple[int, int]
 ) -> None:
     heads = AttentionShape(2, 12, *lengths, width, 2)
     with sdpa_kernel(BACKENDS[which]):
-        _, took, said = attended(heads, torch.bfloat16).of("attention_backward")
-    assert said == sum(attention_backward_workspaces(which, heads))
-    assert took == pytest.approx(said, rel=0.15 if which is AttentionKernel.EFFICIENT and max(lengths) < 1024 else 0.01)
+        _, measured, modelled = attended(heads, torch.bfloat16).of("attention_backward")
+    assert modelled == sum(attention_backward_workspaces(which, heads))
+    tolerance = 0.15 if which is AttentionKernel.EFFICIENT and max(lengths) < 1024 else 0.01
+    assert measured == pytest.approx(modelled, rel=tolerance)
 
 
-def test_attention_in_fp32_is_the_efficient_one() -> None:
+def test_attention_in_fp32_uses_the_efficient_kernel() -> None:
     heads = AttentionShape(1, 24, 4096, 4096, 128, 4)
-    _, took, said = attended(heads, torch.float32).of("efficient_attention_backward")
-    assert took == pytest.approx(said, rel=0.02)
+    _, measured, modelled = attended(heads, torch.float32).of("efficient_attention_backward")
+    assert measured == pytest.approx(modelled, rel=0.02)
 
 
 def shapes(count: int) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
-    """Reductions of chance, as biases, norms and losses have them."""
+    """Random reductions as in biases, norms and losses."""
     draw = random.Random(6)
     found = []
     for _ in range(count):
@@ -138,42 +141,44 @@ def shapes(count: int) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dty
 
 
 @pytest.mark.parametrize(("shape", "reduced", "dtype"), shapes(60), ids=str)
-def test_a_sum_takes_what_the_rule_says(shape: tuple[int, ...], reduced: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_sum_has_the_workspace_of_the_rule(
+    shape: tuple[int, ...], reduced: tuple[int, ...], dtype: torch.dtype
+) -> None:
     values = torch.empty(shape, device="cuda", dtype=dtype)
-    with Taken() as taken:
+    with WorkspaceRecorder() as recorder:
         values.sum(reduced)
-    said = reduction_workspaces(shape, values.stride(), reduced, dtype.itemsize, GH200_CHIP)
-    assert taken.of("aten.sum")[1] == sum(said)
+    modelled = reduction_workspaces(shape, values.stride(), reduced, dtype.itemsize, GH200_CHIP)
+    assert recorder.of("aten.sum")[1] == sum(modelled)
 
 
-def test_a_sum_of_more_than_two_gigabytes_is_made_in_pieces() -> None:
+def test_a_sum_over_more_than_two_gigabytes_is_computed_in_pieces() -> None:
     values = torch.empty(200_000, 8192, device="cuda", dtype=torch.bfloat16)
-    with Taken() as taken:
+    with WorkspaceRecorder() as recorder:
         values.sum(0)
-    _, took, said = taken.of("aten.sum")
-    assert took == pytest.approx(said, rel=0.05)
+    _, measured, modelled = recorder.of("aten.sum")
+    assert measured == pytest.approx(modelled, rel=0.05)
 
 
-def test_norms_of_many_tensors_take_a_number_for_every_piece() -> None:
+def test_foreach_norm_has_one_number_per_chunk() -> None:
     gradients = [torch.empty(size, device="cuda") for size in (3, 5120, 5120 * 5120, 13824 * 5120)]
-    with Taken() as taken:
+    with WorkspaceRecorder() as recorder:
         torch._foreach_norm(gradients)
-    _, took, said = taken.of("_foreach_norm")
-    assert took == said > 0
+    _, measured, modelled = recorder.of("_foreach_norm")
+    assert measured == modelled > 0
 
 
 @pytest.mark.parametrize("shape", ((1, 16, 21, 60, 104), (4, 16, 1, 64, 64)), ids=str)
-def test_a_patch_embedding_takes_what_the_phantoms_rule_says(shape: tuple[int, ...]) -> None:
+def test_a_patch_embedding_has_the_workspace_of_the_phantoms_rule(shape: tuple[int, ...]) -> None:
     layer = torch.nn.Conv3d(16, 1536, (1, 2, 2), (1, 2, 2), device="cuda", dtype=torch.bfloat16)
-    with Taken() as taken:
+    with WorkspaceRecorder() as recorder:
         result = layer(torch.empty(shape, device="cuda", dtype=torch.bfloat16))
         result.backward(torch.empty_like(result))
     for part in ("aten.convolution.default", "aten.convolution_backward"):
-        _, took, said = taken.of(part)
-        assert took == pytest.approx(said, rel=0.01)
+        _, measured, modelled = recorder.of(part)
+        assert measured == pytest.approx(modelled, rel=0.01)
 
 
-def test_each_thread_that_multiplies_keeps_a_workspace() -> None:
+def test_each_thread_with_a_matrix_product_keeps_a_cublas_workspace() -> None:
     layer = torch.nn.Linear(64, 64, device="cuda")
     before = torch.cuda.memory_allocated()
     layer(torch.empty(8, 64, device="cuda")).sum().backward()

@@ -1,4 +1,4 @@
-"""Encoding and sampling take what was forecast too: published models at full size, parts of no value on the GPU."""
+"""The forecasts of encoding and sampling hold for published models at full size, with uninitialized weights."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ GPU = torch.device("cuda")
 
 
 def on_the_gpu(module: nn.Module) -> nn.Module:
-    """A module of the meta device with its weights on the GPU; those that are shared stay so."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    """Moves a module from the meta device to the GPU, uninitialized; shared parameters stay shared."""
+    moved: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
-        for name, own in part._parameters.items():
-            if own is not None:
-                if own not in made:
-                    made[own] = nn.Parameter(torch.empty_like(own, device=GPU), requires_grad=False)
-                part._parameters[name] = made[own]
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                if parameter not in moved:
+                    moved[parameter] = nn.Parameter(torch.empty_like(parameter, device=GPU), requires_grad=False)
+                part._parameters[name] = moved[parameter]
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = torch.empty_like(buffer, device=GPU)
@@ -57,64 +57,65 @@ def on_the_gpu(module: nn.Module) -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def parts_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside of traces, hollow parts are on the GPU."""
-    hollow = loading.load_module
+    """Outside of traces, modules without weights are built on the GPU."""
+    load_on_meta = loading.load_module
 
-    def module(model: ModelDescription, part: str, dtype: torch.dtype) -> nn.Module:
-        made = hollow(model, part, dtype)
-        return made if _tracing() else on_the_gpu(made)
+    def load_module(model: ModelDescription, part: str, dtype: torch.dtype) -> nn.Module:
+        module = load_on_meta(model, part, dtype)
+        return module if _is_tracing() else on_the_gpu(module)
 
-    monkeypatch.setattr(loading, "module", module)
+    monkeypatch.setattr(loading, "load_module", load_module)
 
 
-def _tracing() -> bool:
+def _is_tracing() -> bool:
     return detect_fake_mode() is not None or bool(_get_current_function_mode_stack())
 
 
-def known(family: str) -> tuple[RunConfig, Family, ModelDescription]:
+def described(family: str) -> tuple[RunConfig, Family, ModelDescription]:
     config = RunConfig.model_validate({"model": {"family": family, "path": NAMES[family]}})
-    found, model, _ = describe_model(config.model)
-    return config, found, without_weights(model)
+    loaded, model, _ = describe_model(config.model)
+    return config, loaded, without_weights(model)
 
 
-def close(trace: ExecutionTrace, allowed: float = 0.03) -> None:
-    assert simulate_allocator(trace).allocated_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=allowed)
+def assert_close(trace: ExecutionTrace, tolerance: float = 0.03) -> None:
+    modelled = simulate_allocator(trace).allocated_bytes
+    assert modelled == pytest.approx(torch.cuda.max_memory_allocated(), rel=tolerance)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_encoding_a_caption_takes_what_was_forecast(name: str) -> None:
-    config, family, model = known(name)
+def test_the_forecast_of_encoding_a_caption_holds(name: str) -> None:
+    config, family, model = described(name)
     trace = trace_text_encoding(config, family, model, device=CudaDevice())
     family.build_text_encoder(model, GPU, torch.bfloat16).encode(["a"])
-    close(trace)
+    assert_close(trace)
 
 
 @pytest.mark.parametrize(("name", "media"), [("wan2.2", (3, 9, 480, 832)), ("sdxl", (3, 1024, 1024))])
-def test_encoding_media_takes_what_was_forecast(name: str, media: tuple[int, ...]) -> None:
-    """As far as the phantom knows: its cuDNN has no workspaces."""
-    _, family, model = known(name)
+def test_the_forecast_of_encoding_media_holds(name: str, media: tuple[int, ...]) -> None:
+    """The phantom's cuDNN has no workspaces of its own, so they are not compared."""
+    _, family, model = described(name)
     trace = trace_media_encoding(family, model, media, device=CudaDevice())
     family.build_media_encoder(model, GPU).encode(torch.zeros(1, *media, dtype=torch.uint8))
-    close(trace)
+    assert_close(trace)
 
 
-def test_a_sample_in_the_middle_of_training_takes_what_was_forecast() -> None:
-    config, family, model = known("sd3.5")
+def test_the_forecast_of_a_sample_during_training_holds() -> None:
+    config, family, model = described("sd3.5")
     shape = EncoderShapeProbe(config, family, model).batch_shape(1, (3, 1024, 1024))
     trace = trace_sampling(config, family, model, shape, device=CudaDevice()).trace
     precision, expert = ComputePrecision("bf16", GPU), selected_experts(config, model)[0]
     module = family.load_denoiser(model, expert, weight_dtype(config, precision))
     trained = build_trainable_expert(config, family, expert, module, precision, NullSink())
-    trainee = build_expert_state(config, expert, trained, precision)
-    for parameter in trainee.parameters.values():
+    expert_state = build_expert_state(config, expert, trained, precision)
+    for parameter in expert_state.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    trainee.optimizer.step()
-    trainee.optimizer.zero_grad(set_to_none=True)
+    expert_state.optimizer.step()
+    expert_state.optimizer.zero_grad(set_to_none=True)
     vae, encoder = (
         loading.load_module(model, "vae", torch.float32),
         family.build_text_encoder(model, GPU, torch.bfloat16),
     )
-    rules = build_step_options(config, family, model, precision, NullSink())
+    options = build_step_options(config, family, model, precision, NullSink())
     torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():
         module.eval()
@@ -122,6 +123,6 @@ def test_a_sample_in_the_middle_of_training_takes_what_was_forecast() -> None:
         both = {name: torch.zeros(2, *one.shape, dtype=one.dtype, device=GPU) for name, one in shape.text.items()}
         latents = torch.zeros(2, *shape.latents, device=GPU)
         with precision.autocast():
-            rules.denoise(module, latents, torch.zeros(2, device=GPU), both, {})
+            options.denoise(module, latents, torch.zeros(2, device=GPU), both, {})
         vae.decode(latents[:1], return_dict=False)
-    close(trace, 0.05)  # a VAE decides it: fake tensors of a single picture do not always lie in torch's order
+    assert_close(trace, 0.05)  # the VAE has the peak: strides of fake tensors of one image differ from the real ones

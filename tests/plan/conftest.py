@@ -1,4 +1,4 @@
-"""The fixtures of this room."""
+"""Fixtures of the tests of `plan`."""
 
 from tests.models.families.pipelines import tiny_wan, written
 

@@ -1,4 +1,4 @@
-"""Steps, rates and choices for tests of planning: with round numbers, to be checked by hand, and drawn at random."""
+"""Step tables, rates and placements for tests of planning: with round numbers, to check by hand, and random ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ROUND = MachineRates(
     matmul_flops=1.0, other_flops=None, gpu_bytes_s=1e9, host_bytes_s=1000.0, to_device_bytes_s=100.0,
     to_host_bytes_s=50.0, one_pool=False,
 )  # fmt: skip
-"""One operation a second, 100 bytes a second to the GPU, 50 back: times can be told by looking."""
+"""1 operation/s, 100 bytes/s to the GPU, 50 bytes/s to the host: times can be computed in the head."""
 AMPLE = MemoryLimits(10**9, 10**9)
 PLAIN = BlockCosts(
     name="block", frozen_bytes=100, trained_bytes=0, gradient_bytes=0, state_bytes=0, saved_bytes=100, input_bytes=10,
     forward=OperatorWork(2.0), backward=OperatorWork(4.0), forward_peak_bytes=0, backward_peak_bytes=0,
 )  # fmt: skip
-"""Two seconds forward, four backward."""
+"""2 s forward, 4 s backward."""
 
 
 def a_step(*blocks: BlockCosts, update_s: float = 1.0, **more: Any) -> StepTable:
@@ -32,12 +32,13 @@ def a_step(*blocks: BlockCosts, update_s: float = 1.0, **more: Any) -> StepTable
 
 
 def a_choice(
-    fates: str, streamed: str = "", ahead: int = 1, stepping: OptimizerPlacement = OptimizerPlacement.GPU
+    policies: str, streamed: str = "", ahead: int = 1, stepping: OptimizerPlacement = OptimizerPlacement.GPU
 ) -> PlacementChoice:
-    """`KSR`: kept, sent, recomputed; `.x`: the second block's weights at home."""
+    """`policies`: K keep, S send, R recompute, one letter per block; `streamed`: x for a block with streamed
+    weights."""
     letters = {"K": ActivationPolicy.KEEP, "S": ActivationPolicy.SEND, "R": ActivationPolicy.RECOMPUTE}
-    is_streamed = tuple(letter == "x" for letter in (streamed or "." * len(fates)))
-    return PlacementChoice(is_streamed, tuple(letters[letter] for letter in fates), ahead, stepping, True)
+    is_streamed = tuple(letter == "x" for letter in (streamed or "." * len(policies)))
+    return PlacementChoice(is_streamed, tuple(letters[letter] for letter in policies), ahead, stepping, True)
 
 
 sizes = st.integers(0, 60)
@@ -66,8 +67,8 @@ def blocks(draw: st.DrawFn, trained: bool) -> BlockCosts:
 
 @st.composite
 def tables(draw: st.DrawFn, trained: bool | None = None, most: int = 6) -> StepTable:
-    learns = draw(st.booleans()) if trained is None else trained
-    drawn_blocks = draw(st.lists(blocks(learns), min_size=1, max_size=most))
+    has_trained = draw(st.booleans()) if trained is None else trained
+    drawn_blocks = draw(st.lists(blocks(has_trained), min_size=1, max_size=most))
     return a_step(
         *drawn_blocks,
         update_s=draw(st.floats(0.0, 3.0)),
@@ -95,7 +96,7 @@ def rates(draw: st.DrawFn) -> MachineRates:
 
 @st.composite
 def choices(draw: st.DrawFn, table: StepTable) -> PlacementChoice:
-    fates = tuple(
+    policies = tuple(
         draw(
             st.sampled_from(
                 list(ActivationPolicy) if block.recomputable else [ActivationPolicy.KEEP, ActivationPolicy.SEND]
@@ -109,4 +110,4 @@ def choices(draw: st.DrawFn, table: StepTable) -> PlacementChoice:
         if any(b.trained_bytes for b in table.blocks)
         else OptimizerPlacement.GPU
     )
-    return PlacementChoice(streamed, fates, draw(st.integers(0, 3)), stepping, draw(st.booleans()))
+    return PlacementChoice(streamed, policies, draw(st.integers(0, 3)), stepping, draw(st.booleans()))

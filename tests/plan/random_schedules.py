@@ -1,9 +1,9 @@
-"""Schedules that no plan would make, drawn at random but legal: anything may be sent, dropped or fetched at any time.
+"""Random but legal schedules of a step, which no planner would make: the lower bound must hold for them too.
 
-A block computes only while its weights, its activations and its temporaries are on the GPU, and the GPU never holds
-more than it has. Activations leave by a copy and come back by one, or are dropped where the block can run again and
-its input is there. Weights are frozen, so they are dropped for nothing. Copies take the link in turn; whoever needs
-what is on its way waits. Everything else is left to chance.
+A block computes only while its weights, activations and temporaries are on the GPU, and GPU memory is never exceeded.
+Activations are copied to the host and back, or dropped if the block can be recomputed and its input is kept. Weights
+are frozen, so dropping them costs nothing. Copies use the link one after the other; a block waits for what is on its
+way. Everything else is random: anything may be sent, dropped or fetched at any time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from supertuner.plan.placement.throughput import MemoryLimits, emulator_figures
 
 
 class ScheduleStuck(Exception):
-    """Chance led to where nothing can be moved out of the way."""
+    """The random choices led to a state in which nothing can be moved to free memory."""
 
 
 class RandomSchedule:
@@ -25,19 +25,19 @@ class RandomSchedule:
         self._step, self._gpu_limit, self._host_limit = step, limits.gpu_bytes, limits.host_bytes or 0
         self._random = random.Random(seed)
         self._clock = EmulatorClock(
-            emulator_figures("wild", step.rates, limits), EmulatorParameters(duplex=step.rates.duplex)
+            emulator_figures("random", step.rates, limits), EmulatorParameters(duplex=step.rates.duplex)
         )
         self._gpu: dict[tuple[str, int], int] = {("batch", 0): step.table.batch_bytes}
         self._arrival_s: dict[tuple[str, int], float] = {}
-        """When what is on the GPU will have arrived."""
+        """Time at which something on the GPU has arrived."""
         self._host: dict[tuple[str, int], int] = {("w", b): w for b, w in enumerate(step.weight_bytes)}
         self._to_recompute: set[int] = set()
-        """Blocks that kept their input only."""
+        """Blocks that kept only their input."""
         if step.table.idle_bytes:
             self._host["idle", 0] = step.table.idle_bytes
         if sum(self._host.values()) > self._host_limit:
             raise ScheduleStuck
-        for block, weights in enumerate(step.weight_bytes):  # it may begin with anything in place
+        for block, weights in enumerate(step.weight_bytes):  # a step may begin with any weights on the GPU
             if self._random.random() < 0.7 and self._used() + weights <= self._gpu_limit:
                 self._gpu["w", block] = weights
 
@@ -78,7 +78,7 @@ class RandomSchedule:
         self._move_at_random(block)
 
     def _move_at_random(self, block: int) -> None:
-        """Send, drop or fetch something for no reason."""
+        """Send, drop or fetch something at random."""
         if self._random.random() < 0.5:
             self._leave(self._random.choice(sorted(self._gpu)))
         fetchable = sorted(key for key in self._host if key not in self._gpu and key[0] != "idle")
@@ -105,7 +105,7 @@ class RandomSchedule:
             if sum(self._host.values()) + self._gpu[key] > self._host_limit:
                 return
             self._clock.wait_until(self._arrival_s.get(key, 0.0))
-            self._clock.wait_until(self._clock.transfer(0, self._gpu[key]))  # its place is free when it has left
+            self._clock.wait_until(self._clock.transfer(0, self._gpu[key]))  # its memory is free when the copy is done
             self._host[key] = self._gpu[key]
         del self._gpu[key]
         self._arrival_s.pop(key, None)

@@ -1,4 +1,4 @@
-"""What a person sees: nothing is lost, bars on a terminal, few plain lines elsewhere."""
+"""The console shows every event; progress is a bar on a terminal and a few plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from supertuner.sinks.phase_counters import PhaseCounters, duration_text, second
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -42,7 +42,7 @@ def test_square_brackets_in_a_message_are_text_not_markup() -> None:
     assert out.getvalue() == "warning datasets[red]: [bold]x[/bold] [/]\n"
 
 
-def test_decisions_are_shown_with_their_reasons_before_work_begins() -> None:
+def test_decisions_are_shown_with_their_reasons_before_the_next_phase() -> None:
     console, out = plain()
     console.emit(DecisionEvent("compression", "none", "saves nothing"))
     console.emit(DecisionEvent("workers", 2, "CPUs"))
@@ -61,7 +61,7 @@ def test_on_a_terminal_decisions_are_a_table() -> None:
     assert row.index("saves nothing") == header.index("why")
 
 
-def test_the_first_files_set_aside_are_named_and_the_rest_counted() -> None:
+def test_the_first_set_aside_files_are_listed_and_the_rest_counted() -> None:
     console, out = plain()
     with console:
         for number in range(8):
@@ -85,7 +85,7 @@ def test_a_log_file_gets_a_line_every_few_seconds_and_one_at_the_end() -> None:
     assert lines[-1] == "staging cats: 1,000 files, 1000 MiB, 32.0 MiB/s, in 31 s"
 
 
-def test_a_phase_that_fails_says_how_far_it_came() -> None:
+def test_a_failed_phase_shows_how_far_it_got() -> None:
     clock = Clock()
     console, out = plain(clock)
     with pytest.raises(ValueError), console.phase("staging", items=10) as phase:
@@ -107,7 +107,7 @@ def test_a_terminal_shows_a_bar_with_rate_and_time_left() -> None:
     assert "━" in out.getvalue()
 
 
-def test_threads_that_advance_together_lose_no_file() -> None:
+def test_concurrent_advances_are_all_counted() -> None:
     console, out = plain()
     with console.phase("staging", items=4000) as phase:
 
@@ -132,11 +132,11 @@ def test_time_left_is_unknown_until_something_is_done() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0.4 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")]
 )
-def test_durations_read_well(seconds: float, text: str) -> None:
+def test_durations_for_people(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
 
 
-def test_a_name_cannot_steer_the_terminal_and_the_rest_is_where_the_command_says() -> None:
+def test_control_characters_in_names_are_escaped_and_the_hint_is_shown() -> None:
     out = io.StringIO()
     with ConsoleSink(RichConsole(file=out, width=200), Clock(), set_aside_hint="ask elsewhere") as console:
         for number in range(6):
@@ -145,7 +145,7 @@ def test_a_name_cannot_steer_the_terminal_and_the_rest_is_where_the_command_says
     assert out.getvalue().endswith("and 1 more files set aside; ask elsewhere\n")
 
 
-def test_a_phase_without_figures_says_only_how_long_it_took() -> None:
+def test_a_phase_without_figures_shows_only_its_duration() -> None:
     console, out = plain()
     with console.phase("listing cats"):
         pass

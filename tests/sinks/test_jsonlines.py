@@ -1,4 +1,4 @@
-"""A file of JSON lines survives a kill: what was whole stays, what was torn is left out."""
+"""A file of JSON lines survives a kill: complete lines stay, an incomplete last line is left out."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from supertuner.core.errors import RunFolderError
 from supertuner.sinks.jsonlines import JsonLinesFile, read_records
 
 
-@pytest.mark.parametrize("torn", [b'{"n": 2', b"{", b'{"n": 2}', '{"name": "caf\u00e9'.encode()[:-1], b"\x00" * 70_000])
-def test_a_torn_last_line_is_left_out_and_writing_goes_on(tmp_path: Path, torn: bytes) -> None:
+@pytest.mark.parametrize(
+    "incomplete", [b'{"n": 2', b"{", b'{"n": 2}', '{"name": "caf\u00e9'.encode()[:-1], b"\x00" * 70_000]
+)
+def test_an_incomplete_last_line_is_left_out_and_appending_works(tmp_path: Path, incomplete: bytes) -> None:
     file = tmp_path / "events.jsonl"
-    file.write_bytes(b'{"n": 1}\n' + torn)
+    file.write_bytes(b'{"n": 1}\n' + incomplete)
     assert list(read_records(file)) == [{"n": 1}]
     with JsonLinesFile(file) as lines:
         lines.append({"n": 3})
     assert list(read_records(file)) == [{"n": 1}, {"n": 3}]
 
 
-def test_a_file_that_is_only_a_torn_line_begins_anew(tmp_path: Path) -> None:
+def test_a_file_with_only_an_incomplete_line_is_emptied(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.write_bytes(b'{"n"')
     with JsonLinesFile(file) as lines:
@@ -40,14 +42,14 @@ def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
     assert list(read_records(tmp_path / "none.jsonl")) == []
 
 
-def test_a_line_break_inside_a_value_stays_inside_its_line(tmp_path: Path) -> None:
+def test_a_line_break_inside_a_value_is_escaped(tmp_path: Path) -> None:
     with JsonLinesFile(tmp_path / "x.jsonl") as lines:
         lines.append({"text": "two\nlines \u2028 and more"})
         lines.append({"n": 2})
     assert list(read_records(tmp_path / "x.jsonl")) == [{"text": "two\nlines \u2028 and more"}, {"n": 2}]
 
 
-def test_a_disk_that_takes_no_more_is_an_error_a_person_can_read(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_run_folder_error_that_names_the_file(tmp_path: Path) -> None:
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     with JsonLinesFile(tmp_path / "x.jsonl") as lines:
         lines.append({"n": 1})

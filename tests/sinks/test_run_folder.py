@@ -1,4 +1,4 @@
-"""A run's folder keeps what was asked and decided, belongs to one run, and is free again however its owner ends."""
+"""A run folder stores settings and decisions, belongs to one run, and is released when its process exits."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from supertuner.sinks.run_folder import RunFolder, lock_holder
 from supertuner.sinks.saved_config import SavedConfig
 from tests.distributed.shared_saves import small_files
 
-GIVEN = b"run: {name: cats}   # a comment that a parser would lose\n"
+CONFIG_FILE = b"run: {name: cats}   # a comment that a parser would lose\n"
 
 
 def config(seed: int = 0, **settings: JSON) -> SavedConfig:
     resolved: dict[str, JSON] = {"run": {"name": "cats", "seed": seed}, **settings}
-    return SavedConfig(GIVEN, ".yaml", resolved, {"run.name": "cats.yaml"})
+    return SavedConfig(CONFIG_FILE, ".yaml", resolved, {"run.name": "cats.yaml"})
 
 
 def tree(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_the_configuration_is_kept_as_given_and_as_resolved(tmp_path: Path) -> None:
+def test_the_configuration_file_and_the_resolved_settings_are_stored(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "runs/cats", "cats", config()):
         pass
-    assert (tmp_path / "runs/cats/config.given.yaml").read_bytes() == GIVEN
-    kept = json.loads((tmp_path / "runs/cats/config.resolved.json").read_text())
-    assert kept["config"]["run"] == {"name": "cats", "seed": 0}
-    assert kept["origins"] == {"run.name": "cats.yaml"}
+    assert (tmp_path / "runs/cats/config.given.yaml").read_bytes() == CONFIG_FILE
+    stored = json.loads((tmp_path / "runs/cats/config.resolved.json").read_text())
+    assert stored["config"]["run"] == {"name": "cats", "seed": 0}
+    assert stored["origins"] == {"run.name": "cats.yaml"}
 
 
-def test_files_that_the_configuration_named_are_kept_and_cannot_leave_the_folder(tmp_path: Path) -> None:
-    named = {"../../escape.json": b"[]", "data.json": b"[1]"}
-    with RunFolder(tmp_path / "run", "cats", SavedConfig(b"{}", ".json", {}, {}, named)):
+def test_attached_files_are_stored_and_cannot_leave_the_folder(tmp_path: Path) -> None:
+    attachments = {"../../escape.json": b"[]", "data.json": b"[1]"}
+    with RunFolder(tmp_path / "run", "cats", SavedConfig(b"{}", ".json", {}, {}, attachments)):
         pass
     contents = tree(tmp_path)
     assert contents["run/config.given.1.escape.json"] == b"[]"
@@ -53,7 +53,7 @@ def test_files_that_the_configuration_named_are_kept_and_cannot_leave_the_folder
     assert all(name.startswith("run/") for name in contents)
 
 
-def test_a_decision_is_on_disk_before_the_next_thing_happens(tmp_path: Path) -> None:
+def test_a_decision_is_on_disk_when_emit_returns(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", "cats", config()) as folder:
         folder.emit(DecisionEvent("datasets[cats].in_memory.compression", "none", "saves 0.4 %, less than 5 %"))
         [decision] = json.loads((tmp_path / "run/decisions.json").read_text())
@@ -62,7 +62,7 @@ def test_a_decision_is_on_disk_before_the_next_thing_happens(tmp_path: Path) -> 
     assert decision["reason"] == "saves 0.4 %, less than 5 %"
 
 
-def test_a_reopened_run_keeps_its_decisions_and_repeats_none(tmp_path: Path) -> None:
+def test_a_reopened_run_keeps_its_decisions_without_duplicates(tmp_path: Path) -> None:
     first, changed = DecisionEvent("workers", 2, "CPUs"), DecisionEvent("workers", 4, "CPUs")
     for decision in (first, first, changed, changed):
         with RunFolder(tmp_path / "run", "cats", config()) as folder:
@@ -70,15 +70,15 @@ def test_a_reopened_run_keeps_its_decisions_and_repeats_none(tmp_path: Path) -> 
     assert [d["value"] for d in json.loads((tmp_path / "run/decisions.json").read_text())] == [2, 4]
 
 
-def test_everything_said_is_in_the_events_in_order(tmp_path: Path) -> None:
-    said: list[Event] = [
+def test_all_events_are_stored_in_order(tmp_path: Path) -> None:
+    events: list[Event] = [
         WarningEvent("a", "unwise"),
         DecisionEvent("b", 1, "so"),
         SetAsideEvent("cats", "x.jpg", "empty"),
         MeasurementEvent("c", {"n": 1}),
     ]
     with RunFolder(tmp_path / "run", "cats", config()) as folder:
-        folder.emit_all(said)
+        folder.emit_all(events)
     kinds = [line["event"] for line in read_records(tmp_path / "run/events.jsonl")]
     assert kinds == ["warned", "decided", "set_aside", "measured"]
 
@@ -90,7 +90,7 @@ def test_a_file_set_aside_in_two_sessions_is_listed_once(tmp_path: Path) -> None
     assert [line["file"] for line in read_records(tmp_path / "run/set_aside.jsonl")] == ["a.jpg"]
 
 
-def test_a_dataset_looked_through_again_loses_its_old_list_and_no_other(tmp_path: Path) -> None:
+def test_forget_set_aside_removes_the_files_of_one_dataset(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", "cats", config()) as folder:
         folder.emit_all([SetAsideEvent("cats", "a.jpg", "truncated"), SetAsideEvent("dogs", "b.jpg", "empty")])
         folder.forget_set_aside("cats")
@@ -106,7 +106,7 @@ def test_a_file_name_that_is_not_utf8_survives(tmp_path: Path) -> None:
     assert [line["file"] for line in read_records(tmp_path / "run/set_aside.jsonl")] == [name]
 
 
-def test_other_settings_are_refused_with_what_differs_and_change_nothing(tmp_path: Path) -> None:
+def test_other_settings_are_refused_with_the_differences_and_no_file_changes(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", "cats", config(seed=0)):
         (tmp_path / "run" / "losses.jsonl").write_text("{}\n")
     before = tree(tmp_path)
@@ -120,15 +120,15 @@ def test_other_settings_are_refused_with_what_differs_and_change_nothing(tmp_pat
 
 
 @pytest.mark.parametrize("result", ["checkpoints", "samples", "exports"])
-def test_a_run_of_which_nothing_came_takes_other_settings_and_says_which(tmp_path: Path, result: str) -> None:
+def test_a_run_without_results_accepts_other_settings_and_lists_the_differences(tmp_path: Path, result: str) -> None:
     with RunFolder(tmp_path / "run", "cats", config(seed=0)) as folder:
         folder.emit(DecisionEvent("limit", 1, "first file"))
         assert folder.replaced_settings == ()
     with RunFolder(tmp_path / "run", "cats", config(seed=7)) as folder:
         assert folder.replaced_settings == ("run.seed: 0 there, 7 here",)
         assert json.loads((tmp_path / "run" / "decisions.json").read_text()) == []
-    kept = json.loads((tmp_path / "run" / "config.resolved.json").read_text())["config"]
-    assert kept["run"]["seed"] == 7
+    stored = json.loads((tmp_path / "run" / "config.resolved.json").read_text())["config"]
+    assert stored["run"]["seed"] == 7
     with RunFolder(tmp_path / "run", "cats", config(seed=7)) as folder:
         assert folder.replaced_settings == ()
         (tmp_path / "run" / result / "step-1").mkdir(parents=True)
@@ -136,12 +136,12 @@ def test_a_run_of_which_nothing_came_takes_other_settings_and_says_which(tmp_pat
         RunFolder(tmp_path / "run", "cats", config(seed=0))
 
 
-def test_a_refusal_names_the_checkpoint_that_another_run_goes_on_from(tmp_path: Path) -> None:
+def test_a_refusal_names_the_checkpoint_to_resume_from(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", "cats", config(seed=0)):
         for step in (50, 100):
             (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     with pytest.raises(
-        RunFolderError, match=r"another run\.name \(with --resume .*step-00000100 it goes on from there"
+        RunFolderError, match=r"another run\.name \(with --resume .*step-00000100 it resumes from there"
     ):
         RunFolder(tmp_path / "run", "cats", config(seed=7))
 
@@ -155,18 +155,18 @@ def test_after_a_refusal_the_run_itself_can_be_opened(tmp_path: Path) -> None:
         pass
 
 
-def test_a_folder_with_files_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused_and_not_changed(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(RunFolderError, match=r"thesis\.tex.*another run\.output_dir"):
         RunFolder(tmp_path, "cats", config())
     assert tree(tmp_path) == {"thesis.tex": b"years of work"}
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+def test_a_file_instead_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(RunFolderError, match="is a file"):
         RunFolder(tmp_path / "run", "cats", config())
-    with pytest.raises(RunFolderError, match="cannot be made"):
+    with pytest.raises(RunFolderError, match="cannot be created"):
         RunFolder(tmp_path / "run/below", "cats", config())
 
 
@@ -187,7 +187,7 @@ def test_a_damaged_run_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         RunFolder(tmp_path / "run", "cats", config())
 
 
-def test_a_folder_in_use_is_refused_and_its_user_named(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused_with_the_process(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", "cats", config()):
         with pytest.raises(RunFolderError, match=f"in use by process {os.getpid()} since"):
             RunFolder(tmp_path / "run", "cats", config())
@@ -209,7 +209,7 @@ for number in range(10**9):
 """
 
 
-def test_a_run_killed_at_any_moment_can_be_opened_again_and_read(tmp_path: Path) -> None:
+def test_a_run_killed_at_any_moment_can_be_reopened(tmp_path: Path) -> None:
     for turn in range(6):
         child = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE)
         assert child.stdout is not None
@@ -227,7 +227,7 @@ def test_a_run_killed_at_any_moment_can_be_opened_again_and_read(tmp_path: Path)
         assert [p.name for p in (tmp_path / "run").iterdir() if p.name.endswith(".tmp")] == []
 
 
-def test_threads_may_emit_at_once(tmp_path: Path) -> None:
+def test_threads_may_emit_concurrently(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", "cats", config()) as folder:
 
         def work(thread: int) -> None:
@@ -242,13 +242,13 @@ def test_threads_may_emit_at_once(tmp_path: Path) -> None:
     assert len(list(read_records(tmp_path / "run/set_aside.jsonl"))) == 400
 
 
-def test_the_same_settings_in_another_order_are_the_same_run() -> None:
+def test_the_digest_does_not_depend_on_the_order_of_settings() -> None:
     here = SavedConfig(b"", ".json", {"a": 1, "b": {"c": 2, "d": 3}}, {})
     there = SavedConfig(b"other bytes", ".toml", {"b": {"d": 3, "c": 2}, "a": 1}, {})
     assert here.digest == there.digest
 
 
-def test_differences_name_what_was_added_removed_and_changed() -> None:
+def test_differences_list_added_removed_and_changed_settings() -> None:
     here: dict[str, JSON] = {"a": 1, "list": [1, 2], "new": None, "same": "x"}
     there: dict[str, JSON] = {"a": 2, "list": [1], "old": "y", "same": "x"}
     assert SavedConfig(b"", ".json", here, {}).identity_differences(there) == [
@@ -259,41 +259,44 @@ def test_differences_name_what_was_added_removed_and_changed() -> None:
     ]
 
 
-def test_a_setting_that_came_later_is_no_difference_while_it_is_at_its_default() -> None:
+def test_a_setting_added_later_is_no_difference_while_it_has_its_default() -> None:
     defaults: dict[str, JSON] = {"adapter.dora": False, "datasets[].weight": 1.0}
     here: dict[str, JSON] = {"adapter": {"rank": 4, "dora": False}, "datasets": [{"id": "a", "weight": 1.0}]}
     there: dict[str, JSON] = {"adapter": {"rank": 4}, "datasets": [{"id": "a"}]}
-    kept = SavedConfig(b"", ".json", here, {}, defaults=defaults)
-    assert kept.identity_differences(there) == []
-    assert kept.digest == SavedConfig(b"", ".json", there, {}, defaults=defaults).digest
+    saved = SavedConfig(b"", ".json", here, {}, defaults=defaults)
+    assert saved.identity_differences(there) == []
+    assert saved.digest == SavedConfig(b"", ".json", there, {}, defaults=defaults).digest
     other = SavedConfig(b"", ".json", {**here, "adapter": {"rank": 4, "dora": True}}, {}, defaults=defaults)
     assert other.identity_differences(there) == ["adapter.dora: false there, true here"]
 
 
-def test_settings_that_may_change_are_kept_anew_and_told_and_others_still_make_another_run(tmp_path: Path) -> None:
-    def kept(**memory: JSON) -> SavedConfig:
+def test_changeable_settings_are_updated_and_listed_and_others_make_another_run(tmp_path: Path) -> None:
+    def with_memory(**memory: JSON) -> SavedConfig:
         return SavedConfig(b"{}", ".json", {"rank": 4, "memory": memory, "memoryless": 1}, {}, changeable=("memory",))
 
-    with RunFolder(tmp_path / "run", "cats", kept(overflow=False)):
+    with RunFolder(tmp_path / "run", "cats", with_memory(overflow=False)):
         (tmp_path / "run/losses.jsonl").write_text("{}\n")
-    with RunFolder(tmp_path / "run", "cats", kept(overflow=True)) as folder:
+    with RunFolder(tmp_path / "run", "cats", with_memory(overflow=True)) as folder:
         assert folder.changed_settings == ("memory.overflow: false there, true here",)
-    with RunFolder(tmp_path / "run", "cats", kept(overflow=True)) as folder:
-        assert folder.changed_settings == (), "the folder has the newest"
+    with RunFolder(tmp_path / "run", "cats", with_memory(overflow=True)) as folder:
+        assert folder.changed_settings == (), "the folder stores the newest values"
     other = SavedConfig(b"{}", ".json", {"rank": 4, "memory": {}, "memoryless": 2}, {}, changeable=("memory",))
     with pytest.raises(RunFolderError, match="memoryless: 1 there, 2 here"):
         RunFolder(tmp_path / "run", "cats", other)
 
 
-def test_a_full_disk_is_named_with_the_file_and_what_to_do(tmp_path: Path) -> None:
-    for most in (0, 10, 60):
-        with small_files(most), pytest.raises(RunFolderError, match=r"cannot be written: File too large; make room"):
-            RunFolder(tmp_path / str(most), "run", config())
+def test_a_full_disk_is_an_error_with_the_file_and_the_remedy(tmp_path: Path) -> None:
+    for max_bytes in (0, 10, 60):
+        with (
+            small_files(max_bytes),
+            pytest.raises(RunFolderError, match=r"cannot be written: File too large; free space"),
+        ):
+            RunFolder(tmp_path / str(max_bytes), "run", config())
 
 
-def test_what_ends_a_run_is_told_although_its_record_cannot_be_synced_either(tmp_path: Path) -> None:
+def test_the_original_error_is_raised_even_if_the_records_cannot_be_synced(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "run", config())
     with pytest.raises(ValueError, match="the real one"), folder:
-        os.close(folder._events_file._handle)  # as of a disk that is gone
+        os.close(folder._events_file._handle)  # as if the disk were gone
         raise ValueError("the real one")
     RunFolder(tmp_path / "run", "run", config()).close()

@@ -1,4 +1,4 @@
-"""What TensorBoard's own reader finds in our files: every point once, whatever was killed and resumed."""
+"""TensorBoard's reader finds every point exactly once, also after kills and resumes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tests.sinks.test_training_display import step_event
 def read(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0})
-    found.Reload()
-    return found
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0})
+    accumulator.Reload()
+    return accumulator
 
 
 def points(folder: Path, tag: str) -> list[tuple[int, float]]:
-    return [(one.step, one.value) for one in read(folder).Scalars(tag)]
+    return [(point.step, point.value) for point in read(folder).Scalars(tag)]
 
 
 def test_every_figure_of_a_step_is_a_scalar(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_every_figure_of_a_step_is_a_scalar(tmp_path: Path) -> None:
     assert points(train, "rate")[0] == (1, pytest.approx(1e-4))
 
 
-def test_figures_of_memory_are_scalars_and_its_words_are_not(tmp_path: Path) -> None:
+def test_numeric_memory_figures_are_scalars(tmp_path: Path) -> None:
     figures = {"host.available_bytes": 1 << 33, "uvm.stage": "managed", "nvml.power_w": 412.5, "a.switch": True}
     with TensorBoardSink(tmp_path) as board:
         board.emit(MeasurementEvent(MEMORY_MEASUREMENT, {"step": 3, **figures}))
@@ -64,7 +64,7 @@ def test_figures_of_memory_are_scalars_and_its_words_are_not(tmp_path: Path) -> 
     assert read(memory).Tags()["scalars"] == ["memory/host.available_bytes", "memory/nvml.power_w"]
 
 
-def test_rates_of_both_experts_stand_at_the_same_step(tmp_path: Path) -> None:
+def test_rates_of_both_experts_have_the_same_step(tmp_path: Path) -> None:
     with TensorBoardSink(tmp_path) as board:
         for step in (10, 20):
             board.emit(
@@ -86,7 +86,7 @@ def test_a_resumed_run_shows_no_point_twice_and_loses_none(tmp_path: Path) -> No
     ]
 
 
-def test_a_validation_at_the_step_where_the_run_went_on_takes_no_loss_away(tmp_path: Path) -> None:
+def test_a_validation_at_the_resumed_step_removes_no_loss(tmp_path: Path) -> None:
     for _ in range(2):
         with TensorBoardSink(tmp_path) as board:
             if not (tmp_path / "train").exists():
@@ -102,7 +102,7 @@ def test_a_validation_at_the_step_where_the_run_went_on_takes_no_loss_away(tmp_p
     assert points(tmp_path / "held_out", "level/high_noise/0.90") == [(5, 0.5)]
 
 
-def test_what_a_kill_tore_off_costs_that_point_only(tmp_path: Path) -> None:
+def test_a_truncated_record_loses_only_that_point(tmp_path: Path) -> None:
     board = TensorBoardSink(tmp_path)
     for step in (1, 2, 3):
         board.emit(step_event(step))
@@ -115,7 +115,7 @@ def test_what_a_kill_tore_off_costs_that_point_only(tmp_path: Path) -> None:
     assert points(tmp_path / "train", "loss/high_noise") == [(1, 0.5), (2, 0.5), (3, 0.125), (4, 0.125)]
 
 
-def test_points_are_in_the_file_at_once_though_the_process_never_closed_it(tmp_path: Path) -> None:
+def test_points_are_flushed_at_once(tmp_path: Path) -> None:
     board = TensorBoardSink(tmp_path)
     board.emit(step_event(1))
     assert points(tmp_path / "train", "loss/high_noise") == [(1, 0.5)]
@@ -133,7 +133,7 @@ def test_grids_are_images(tmp_path: Path) -> None:
     assert images[1].encoded_image_string == grid.read_bytes()
 
 
-def test_points_can_be_thinned(tmp_path: Path) -> None:
+def test_points_can_be_limited_to_every_nth_step(tmp_path: Path) -> None:
     with TensorBoardSink(tmp_path) as board:
         thin = EveryNStepsSink(board, 5)
         for step in range(1, 13):
@@ -141,7 +141,7 @@ def test_points_can_be_thinned(tmp_path: Path) -> None:
     assert [step for step, _ in points(tmp_path / "train", "rate")] == [5, 10]
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "board").write_text("a file")
     board = TensorBoardSink(tmp_path / "board")
     with pytest.raises(RunFolderError, match="board/train cannot be written: Not a directory"):
@@ -162,17 +162,17 @@ def test_a_file_that_cannot_grow_is_an_error_with_its_name(tmp_path: Path) -> No
 
 
 @pytest.mark.requires(find_spec("wandb") is None, reason="wandb is installed")
-def test_without_the_package_wandb_the_remedy_is_said(tmp_path: Path) -> None:
+def test_without_the_package_wandb_the_error_names_the_remedy(tmp_path: Path) -> None:
     for attempt in (require_wandb, lambda: WandbSink("project", "run", tmp_path, {})):
         with pytest.raises(SuperTunerError, match=r"pip install 'supertuner\[wandb\]'"):
             attempt()
 
 
-def test_a_runs_name_becomes_an_id_that_wandb_takes() -> None:
+def test_the_name_of_a_run_becomes_a_valid_wandb_id() -> None:
     assert wandb_run_id("cats: 50% #1/\\?") == "cats- 50- -1---" and len(wandb_run_id("x" * 200)) == 128
 
 
-def test_wandb_gets_figures_by_expert_and_level() -> None:
+def test_wandb_receives_figures_by_expert_and_level() -> None:
     values = step_scalars(step_event(3, loss=float("nan")).figures)
     assert "train/loss/high_noise" not in values and values["train/samples"] == 12
     rows = [HeldOutLoss(None, None, 0.5), HeldOutLoss("low_noise", None, 0.25), HeldOutLoss("low_noise", 0.3, 0.125)]
@@ -183,5 +183,5 @@ def test_wandb_gets_figures_by_expert_and_level() -> None:
     }
 
 
-def test_wandb_gets_memory_by_the_names_that_tensorboard_shows() -> None:
+def test_wandb_receives_memory_figures_under_the_tags_of_tensorboard() -> None:
     assert memory_scalars({"step": 3, "gpu.free_bytes": 5, "uvm.stage": "device"}) == {"memory/gpu.free_bytes": 5}

@@ -1,7 +1,8 @@
-"""Says which shape of which colour is in a picture, by measuring it; None where it is not sure. Nothing is learnt.
+"""Recognises the colour and the shape in a picture by measurement, without learning; None if it is not certain.
 
-The ground is what the picture's border shows. How far each pixel is from it, relative to the figure's own colour, is
-the figure's mask. The colour is the nearest known one; the shape is the template that covers the mask best.
+The background is the median colour of the picture's border. The mask of the figure is the distance of each pixel from
+the background, relative to that of the figure. The colour is the nearest known one; the shape is the template with the
+best overlap.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from supertuner.tools.shapes import COLOURS, PAPER, SHAPES, ShapeDrawing, render
 
 Pixels = NDArray[np.uint8]
 Mask = NDArray[np.float64]
-"""How much of each pixel belongs to the figure, from 0 to 1."""
+"""The share of each pixel that belongs to the figure, from 0 to 1."""
 
 UNEVEN_GROUND = 12.0
-"""Lab units that half of the border may lie from its median."""
+"""Largest median distance of the border from its median colour, in Lab units."""
 LEAST_CONTRAST = 18.0
-"""Lab units between ground and figure below which there is no figure."""
+"""Smallest distance between background and figure, in Lab units."""
 FAR_COLOUR = 24.0
-"""Lab units beyond which a colour is none of those known."""
+"""Largest distance of a colour from a known one, in Lab units."""
 LEAST_OVERLAP = 0.80
-"""Of the mask with the template: shared area over joint area."""
+"""Smallest intersection over union of mask and template."""
 LEAST_LEAD = 0.03
-"""Overlap by which the best template must lead the next."""
+"""Smallest difference between the overlaps of the best and the second best template."""
 _GRID = 48
 
 
@@ -42,7 +43,7 @@ class RecognizedShape:
 
 
 def classify(picture: Pixels) -> RecognizedShape:
-    """What is in an RGB picture, HWC."""
+    """The content of an RGB picture, HWC."""
     found = _figure(picture)
     if found is None:
         return RecognizedShape(None, None)
@@ -51,7 +52,7 @@ def classify(picture: Pixels) -> RecognizedShape:
 
 
 def _figure(picture: Pixels) -> tuple[Mask, NDArray[np.float64]] | None:
-    """The mask and the picture in Lab, or None where there is no even ground or nothing on it."""
+    """(the mask, the picture in Lab); None without an even background or without a figure on it."""
     lab = _lab(picture)
     border = np.concatenate(
         [lab[:2].reshape(-1, 3), lab[-2:].reshape(-1, 3), lab[:, :2].reshape(-1, 3), lab[:, -2:].reshape(-1, 3)]
@@ -89,7 +90,8 @@ def _shape(mask: Mask) -> str | None:
 
 
 def _placed(mask: Mask) -> Mask | None:
-    """The mask moved so that its centre of mass is in the middle, and scaled so that it covers a fifth of a grid."""
+    """The mask centred by its centre of mass and scaled to cover a fifth of the grid; None if it is too small or too
+    large."""
     solid = np.clip((mask - 0.25) / 0.5, 0, 1)
     area = solid.sum()
     if not 0.03 * solid.size <= area <= 0.7 * solid.size:
@@ -115,14 +117,14 @@ def _bilinear(mask: Mask, rows: NDArray[np.float64], columns: NDArray[np.float64
 
 @lru_cache
 def _templates() -> dict[str, Mask]:
-    made = {}
+    templates = {}
     for name in SHAPES:
         found = _figure(np.asarray(render_drawing(ShapeDrawing("blue", name, PAPER, (0.5, 0.5), 0.3))))
         assert found is not None
         placed = _placed(found[0])
         assert placed is not None
-        made[name] = placed
-    return made
+        templates[name] = placed
+    return templates
 
 
 @lru_cache
@@ -131,7 +133,7 @@ def _known_colours() -> dict[str, NDArray[np.float64]]:
 
 
 def _lab(picture: Pixels) -> NDArray[np.float64]:
-    """sRGB → CIE L*a*b* (D65), where distances are about as large as they look."""
+    """sRGB → CIE L*a*b* (D65), in which distances match perceived differences."""
     s = picture.astype(np.float64) / 255
     linear = np.where(s <= 0.04045, s / 12.92, ((s + 0.055) / 1.055) ** 2.4)
     to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])

@@ -1,4 +1,4 @@
-"""An adapter merged into a folder: diffusers loads it, and it computes what the adapter computed."""
+"""A merged folder loads in diffusers and computes what the base with the adapter computes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapter(folder: Path, expert: str, settings: AdapterSettings) -> tuple[Path, torch.Tensor]:
-    """An adapter's file of one expert as the trainer exports it, and what the expert computes with it."""
+    """(the adapter file of one expert as the trainer exports it, the output of the expert with that adapter)."""
     part = {"high_noise": "transformer", "low_noise": "transformer_2"}[expert]
     trained = attach(getattr(build_pipeline(TinyWan(), seed=3), part), settings, TARGETS, seed=1, name=expert)
     load_trainable_state(
@@ -54,7 +54,9 @@ def adapter(folder: Path, expert: str, settings: AdapterSettings) -> tuple[Path,
     ],
     ids=["lora", "dora", "lokr", "loha", "diff"],
 )
-def test_a_merged_folder_computes_what_the_adapters_did(base: Path, settings: AdapterSettings, tmp_path: Path) -> None:
+def test_a_merged_folder_computes_what_the_adapters_compute(
+    base: Path, settings: AdapterSettings, tmp_path: Path
+) -> None:
     wanted, files = {}, []
     for expert in ("high_noise", "low_noise"):
         file, wanted[expert] = adapter(tmp_path, expert, settings)
@@ -70,10 +72,10 @@ def test_a_merged_folder_computes_what_the_adapters_did(base: Path, settings: Ad
     assert sorted(one.name for one in tmp_path.iterdir() if one.name.startswith(".")) == []
 
 
-def test_one_expert_s_adapter_leaves_the_other_as_it_was(base: Path, tmp_path: Path) -> None:
+def test_the_adapter_of_one_expert_leaves_the_other_unchanged(base: Path, tmp_path: Path) -> None:
     file, _ = adapter(tmp_path, "low_noise", AdapterSettings(rank=2))
     counts = merge_adapters([with_expert(open_adapter(file), None)], base, tmp_path / "merged")
-    assert counts["transformer"] == 0 < counts["transformer_2"], "and that is told"
+    assert counts["transformer"] == 0 < counts["transformer_2"]
     name = "diffusion_pytorch_model.safetensors"
     assert (tmp_path / "merged" / "transformer" / name).read_bytes() == (base / "transformer" / name).read_bytes()
     assert (tmp_path / "merged" / "transformer_2" / name).read_bytes() != (base / "transformer_2" / name).read_bytes()
@@ -91,7 +93,7 @@ def test_half_the_strength_is_half_the_change() -> None:
     assert torch.allclose(merged_weight(weight, tensors, "x", 0.5) - weight, whole / 2, atol=1e-6)
 
 
-def test_what_cannot_be_merged_is_refused_and_leaves_nothing(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_is_refused_and_nothing_is_written(base: Path, tmp_path: Path) -> None:
     file, _ = adapter(tmp_path, "low_noise", AdapterSettings(rank=2))
     opened = with_expert(open_adapter(file), None)
     with pytest.raises(ModelError, match=r"no model_index\.json"):
@@ -99,7 +101,7 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(base: Path, tmp_pat
     with pytest.raises(ModelError, match="both for transformer_2"):
         merge_adapters([opened, opened], base, tmp_path / "out")
     (tmp_path / "there").mkdir()
-    with pytest.raises(ModelError, match="there already"):
+    with pytest.raises(ModelError, match="exists; name a new folder"):
         merge_adapters([opened], base, tmp_path / "there")
     key = "transformer.blocks.7.attn1.to_q.lora_{}.weight"
     save_file(
@@ -109,7 +111,7 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(base: Path, tmp_pat
     other = with_expert(open_adapter(tmp_path / "y_low_noise.safetensors"), None)
     with pytest.raises(ModelError, match="another model"):
         merge_adapters([other], base, tmp_path / "out")
-    with pytest.raises(ModelError, match="say --expert"):
+    with pytest.raises(ModelError, match="give --expert"):
         merge_adapters([open_adapter(tmp_path / "y_low_noise.safetensors")], base, tmp_path / "out")
     key = "transformer.blocks.0.attn1.to_q.lora_{}.weight"
     save_file(
@@ -121,9 +123,7 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(base: Path, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_values_that_are_no_numbers_another_family_and_half_an_adapter_are_refused_by_name(
-    base: Path, tmp_path: Path
-) -> None:
+def test_non_finite_values_another_family_and_missing_tensors_are_refused(base: Path, tmp_path: Path) -> None:
     file, _ = adapter(tmp_path, "high_noise", AdapterSettings(rank=4))
     tensors = load_file(file)
     broken = {key: tensor.clone() for key, tensor in tensors.items()}
@@ -132,13 +132,13 @@ def test_values_that_are_no_numbers_another_family_and_half_an_adapter_are_refus
     half = {name: tensor for name, tensor in tensors.items() if name != key}
     flux = {f"transformer.single_transformer_blocks.0.attn.to_q.lora_{one}.weight": torch.ones(2, 2) for one in "AB"}
     reasons = {
-        r"broken_high_noise\.safetensors .*blocks\.0\.attn1\.to_q\.lora_up\.weight has values that are no": broken,
+        r"broken_high_noise\.safetensors .*blocks\.0\.attn1\.to_q\.lora_up\.weight contains NaN": broken,
         r"half_high_noise\.safetensors .*blocks\.0\.attn1\.to_q.*": half,
-        r"flux_high_noise\.safetensors is an adapter of flux, and .* two experts": flux,
+        r"flux_high_noise\.safetensors is an adapter of flux, but .* two experts": flux,
     }
-    for reason, given in reasons.items():
+    for reason, tensors in reasons.items():
         path = tmp_path / f"{reason.partition('_')[0]}_high_noise.safetensors"
-        save_file(given, path)
+        save_file(tensors, path)
         with pytest.raises(ModelError, match=reason):
             merge_adapters([with_expert(open_adapter(path), None)], base, tmp_path / "merged")
     for strength in (0.0, float("nan"), float("inf")):
@@ -147,7 +147,7 @@ def test_values_that_are_no_numbers_another_family_and_half_an_adapter_are_refus
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_change_of_a_bias_counts_and_is_refused_where_there_is_none(base: Path, tmp_path: Path) -> None:
+def test_a_change_of_a_bias_is_merged_and_is_refused_for_a_layer_without_bias(base: Path, tmp_path: Path) -> None:
     key, name = "transformer.{}.diff_b", "diffusion_pytorch_model.safetensors"
     save_file({key.format("blocks.0.attn1.to_q"): torch.ones(24)}, tmp_path / "a_low_noise.safetensors")
     merge_adapters([with_expert(open_adapter(tmp_path / "a_low_noise.safetensors"), None)], base, tmp_path / "merged")
@@ -163,8 +163,8 @@ def test_a_change_of_a_bias_counts_and_is_refused_where_there_is_none(base: Path
     assert not (tmp_path / "out").exists()
 
 
-def test_the_products_are_those_of_lycoris_lora() -> None:
-    """With an alpha that is the rank: with others its own LoHa is scaled twice."""
+def test_merged_weights_equal_those_of_lycoris_lora() -> None:
+    """alpha equals the rank, because lycoris-lora scales its LoHa twice otherwise."""
     kinds = {
         "lora": {"lora_up.weight": random_tensor(16, 2), "lora_down.weight": random_tensor(2, 12)},
         "dora": {
@@ -179,17 +179,17 @@ def test_the_products_are_those_of_lycoris_lora() -> None:
         "lokr": {"lokr_w1": random_tensor(2, 2), "lokr_w2_a": random_tensor(8, 2), "lokr_w2_b": random_tensor(2, 6)},
     }
     for kind, tensors in kinds.items():
-        given = {**tensors, "alpha": torch.tensor(2.0)}
+        scaled = {**tensors, "alpha": torch.tensor(2.0)}
         weight = random_tensor(16, 12) + 1
-        theirs = _merge_with_lycoris(weight, given, kind, 1.0)
-        assert (merged_weight(weight, given, kind) - theirs).abs().max() < 1e-5, kind
+        theirs = _merge_with_lycoris(weight, scaled, kind, 1.0)
+        assert (merged_weight(weight, scaled, kind) - theirs).abs().max() < 1e-5, kind
         assert (theirs - weight).abs().max() > 0.1
 
 
-def test_an_alpha_scales_every_kind_once() -> None:
-    two = {
+def test_alpha_scales_a_loha_once() -> None:
+    matrices = {
         f"hada_w{one}_{side}": random_tensor(*size) for one in (1, 2) for side, size in (("a", (6, 2)), ("b", (2, 5)))
     }
-    whole = merged_weight(torch.zeros(6, 5), {**two, "alpha": torch.tensor(2.0)}, "x")
-    half = merged_weight(torch.zeros(6, 5), {**two, "alpha": torch.tensor(1.0)}, "x")
+    whole = merged_weight(torch.zeros(6, 5), {**matrices, "alpha": torch.tensor(2.0)}, "x")
+    half = merged_weight(torch.zeros(6, 5), {**matrices, "alpha": torch.tensor(1.0)}, "x")
     assert torch.allclose(half, whole / 2) and whole.abs().max() > 0.1

@@ -1,4 +1,4 @@
-"""`supertuner env` and the script that is sourced: the same values, what was set before wins, no trace in the shell."""
+"""`supertuner env` and scripts/setup_gh200_env.sh export the same values, keep existing ones, change nothing else."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def shell(kind: str, script: str, **environ: str) -> subprocess.CompletedProcess
 
 
 def exported(kind: str, script: str, **environ: str) -> dict[str, str]:
-    """What a program that the shell starts sees of our variables."""
+    """The values of our variables in a program that the shell starts."""
     done = shell(kind, f"{script}\nenv", **environ)
     assert done.returncode == 0, done.stderr
     seen = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
     return {name: seen[name] for name in NAMES if name in seen}
 
 
-def test_the_values_are_those_that_the_seeds_name() -> None:
+def test_the_values_are_those_of_the_gh200_forks() -> None:
     assert DEFAULTS == {
         "SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "1",
         "GH200_UVM_OVERSUBSCRIPTION_RATIO": "5.0",
@@ -48,7 +48,7 @@ def test_the_values_are_those_that_the_seeds_name() -> None:
     }
 
 
-def test_every_variable_gives_a_setting_and_is_a_valid_value_of_it() -> None:
+def test_every_variable_sets_a_setting_to_a_valid_value() -> None:
     assert set(NAMES) == set(SETTING_BY_VARIABLE)
     dataset = {"datasets": [{"dataset_type": "image"}]}
     config = load_config(None, overrides=dataset, environ=DEFAULTS, check_paths=False).config
@@ -58,25 +58,25 @@ def test_every_variable_gives_a_setting_and_is_a_valid_value_of_it() -> None:
     assert config.train.mixed_precision == "bf16"
 
 
-def test_sourcing_the_script_warns_of_nothing_in_a_configuration() -> None:
+def test_the_variables_add_no_note_to_a_configuration() -> None:
     overrides = {"datasets": [{"dataset_type": "image"}]}
     without = load_config(None, overrides=overrides, environ={}, check_paths=False).notes
     assert load_config(None, overrides=overrides, environ=DEFAULTS, check_paths=False).notes == without
 
 
-def test_the_script_holds_the_values_of_the_table() -> None:
+def test_the_script_contains_the_values_of_the_table() -> None:
     assert dict(re.findall(r'^: "\$\{(\w+)=([^}]*)\}"$', SCRIPT.read_text(), re.MULTILINE)) == DEFAULTS
 
 
 @pytest.mark.parametrize("kind", SHELLS)
-def test_script_and_command_export_the_same(kind: str) -> None:
+def test_script_and_command_export_the_same_variables(kind: str) -> None:
     printed = CliRunner(env=dict.fromkeys(NAMES)).invoke(app, ["env"]).output
     assert exported(kind, f". {SCRIPT}") == exported(kind, printed) == DEFAULTS
 
 
 @pytest.mark.parametrize("kind", SHELLS)
 @pytest.mark.parametrize("value", ["3.0", "", 'it\'s $HOME `x` "y" \\', "a b"])
-def test_what_was_set_before_wins(kind: str, value: str) -> None:
+def test_an_existing_value_is_kept(kind: str, value: str) -> None:
     name = "GH200_UVM_OVERSUBSCRIPTION_RATIO"
     assert exported(kind, f". {SCRIPT}", **{name: value}) == {**DEFAULTS, name: value}
     printed = CliRunner(env={**dict.fromkeys(NAMES), name: value}).invoke(app, ["env"]).output
@@ -84,7 +84,7 @@ def test_what_was_set_before_wins(kind: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SHELLS)
-def test_a_variable_of_the_shell_that_was_not_exported_wins_too(kind: str) -> None:
+def test_the_value_of_an_unexported_shell_variable_is_kept(kind: str) -> None:
     mine = "GH200_UVM_ACCESS_PATTERN=balanced"
     printed = CliRunner(env=dict.fromkeys(NAMES)).invoke(app, ["env"]).output
     for script in (f". {SCRIPT}", printed):
@@ -98,7 +98,7 @@ def test_a_read_only_variable_is_exported_with_its_value(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SHELLS)
-def test_a_strict_shell_survives_even_without_standard_error(kind: str) -> None:
+def test_the_script_works_in_a_strict_shell_and_without_standard_error(kind: str) -> None:
     strict = "set -eu" + ("; set -o pipefail" if kind in ("bash", "zsh", "ksh") else "")
     for closing in ("", " 2>&-"):
         done = shell(kind, f"{strict}; . {SCRIPT}{closing}; printf alive")
@@ -106,15 +106,15 @@ def test_a_strict_shell_survives_even_without_standard_error(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SHELLS)
-def test_sourcing_says_one_line_and_nothing_on_standard_output(kind: str) -> None:
+def test_sourcing_prints_one_line_on_standard_error_and_nothing_on_standard_output(kind: str) -> None:
     done = shell(kind, f". {SCRIPT}")
     assert done.stdout == ""
     assert done.stderr == "gh200 env: hints 1, ratio 5.0, gpu_first, bf16\n"
 
 
 @pytest.mark.parametrize("kind", SHELLS)
-def test_sourcing_leaves_no_option_function_or_other_variable_behind(kind: str) -> None:
-    """All that `set` and `set -o` show, before and after; the shell's own counters aside."""
+def test_sourcing_changes_no_option_function_or_other_variable(kind: str) -> None:
+    """Compares the output of `set` and `set -o` before and after, without variables that the shell itself changes."""
     look = 'printf "%s\\n" "$-"; set +o; set'
     own = re.compile(r"^(BASH_\w+|LINENO|RANDOM|SRANDOM|SECONDS|EPOCH\w+|PIPESTATUS|_|PPID|TTYIDLE|ZSH_\w+|status|\?)=")
     done = shell(kind, f"{{ {look}; }}\nprintf '%s\\n' ====\n. {SCRIPT}\n{{ {look}; }}")
@@ -130,20 +130,20 @@ def test_the_script_needs_neither_python_nor_any_other_program() -> None:
 
 
 @pytest.mark.parametrize("kind", [shell for shell in SHELLS if shell != "zsh"])
-def test_running_the_script_instead_of_sourcing_it_is_told(kind: str) -> None:
+def test_running_the_script_instead_of_sourcing_it_prints_a_warning(kind: str) -> None:
     done = subprocess.run([kind, *(["sh"] if kind == "busybox" else []), str(SCRIPT)], capture_output=True, text=True)
     assert done.returncode == 0
     assert "run, not sourced" in done.stderr
 
 
-def test_nothing_is_exported_that_stock_torch_refuses() -> None:
+def test_the_script_exports_nothing_that_stock_torch_rejects() -> None:
     code = [line for line in SCRIPT.read_text().splitlines() if not line.startswith("#")]
     assert not any("PYTORCH" in line for line in code) and not any("PYTORCH" in name for name in NAMES)
 
 
-def test_json_says_value_default_setting_and_readers() -> None:
-    given = {**dict.fromkeys(NAMES), "GH200_UVM_ACCESS_PATTERN": "balanced"}
-    table = json.loads(CliRunner(env=given).invoke(app, ["env", "--json"]).output)
+def test_json_lists_value_default_setting_and_readers() -> None:
+    environ = {**dict.fromkeys(NAMES), "GH200_UVM_ACCESS_PATTERN": "balanced"}
+    table = json.loads(CliRunner(env=environ).invoke(app, ["env", "--json"]).output)
     assert list(table) == NAMES
     assert table["GH200_UVM_ACCESS_PATTERN"] == {
         "value": "balanced",
@@ -155,7 +155,7 @@ def test_json_says_value_default_setting_and_readers() -> None:
     assert all(table[name]["readers"] for name in NAMES)
 
 
-def test_the_docs_say_who_reads_each_variable() -> None:
+def test_the_docs_list_each_variable_with_its_setting() -> None:
     page = (ROOT / "docs" / "doctor.md").read_text()
     for export in exports.GH200_EXPORTS:
         assert re.search(rf"^\| `{export.name}` \| `{export.value}` \| `{export.setting}` \|", page, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The contact sheet shows the batches that training would see, of every kind, and the sample data is what it says."""
+"""The contact sheet shows batches of the training order for every kind of media; the sample data are reproducible."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def opened(config: Path, *sets: str):
     return open_corpus(loaded.config, RunContext.silent(loaded.config.run.output_dir))
 
 
-def test_sample_data_is_captioned_has_every_kind_and_is_the_same_for_the_same_seed(sample, tmp_path):
+def test_sample_data_have_captions_and_every_kind_of_media_and_depend_only_on_the_seed(sample, tmp_path):
     files = {path.suffix for path in sample.parent.rglob("*.*")}
     assert {".jpg", ".png", ".webp", ".mp4", ".wav", ".flac", ".txt"} <= files
     again = make_sample_data(tmp_path / "again", images=10, videos=0, sounds=0).config.parent
@@ -44,7 +44,7 @@ def test_sample_data_is_captioned_has_every_kind_and_is_the_same_for_the_same_se
             assert len(part.samples) and all(part.samples.captions(i) for i in range(len(part.samples)))
 
 
-def test_every_bucket_of_every_kind_has_a_batch_of_that_epoch(sample):
+def test_every_bucket_has_its_first_batch_of_the_epoch(sample):
     with opened(sample) as corpus:
         for epoch in (0, 3):
             batches = first_batch_per_bucket(corpus, epoch)
@@ -57,7 +57,7 @@ def test_every_bucket_of_every_kind_has_a_batch_of_that_epoch(sample):
                 assert batch.draws.position.tolist() == again.position.tolist()
 
 
-def test_the_sheet_is_a_png_that_changes_with_the_epoch_and_only_with_it(sample, tmp_path):
+def test_the_sheet_is_a_png_that_depends_only_on_the_epoch(sample, tmp_path):
     sheets = []
     for name, epoch in (("a", 0), ("b", 0), ("c", 1)):
         out = tmp_path / f"{name}.png"
@@ -69,13 +69,13 @@ def test_the_sheet_is_a_png_that_changes_with_the_epoch_and_only_with_it(sample,
         assert sheet.width == 1600 and sheet.height > 1000
 
 
-def test_a_dataset_without_draws_in_an_epoch_is_not_on_its_sheet(sample):
+def test_a_dataset_without_samples_in_an_epoch_is_not_on_its_sheet(sample):
     with opened(sample, "datasets[1].weight=0.1") as corpus:
         kinds = [{batch.bucket.kind for batch in first_batch_per_bucket(corpus, epoch)} for epoch in range(20)]
     assert any(MediaKind.VIDEO not in found for found in kinds) and any(MediaKind.VIDEO in found for found in kinds)
 
 
-def test_pictures_clips_and_sounds_are_drawn_where_they_belong():
+def test_images_videos_and_audio_are_drawn():
     red = np.zeros((3, 64, 64), np.uint8)
     red[0] = 255
     clip = np.repeat(red[:, None], 30, axis=1)
@@ -90,14 +90,14 @@ def test_pictures_clips_and_sounds_are_drawn_where_they_belong():
     assert (sheet == (0x2F, 0x6F, 0xB3)).all(axis=2).sum() > 1000
 
 
-def test_long_captions_are_cut_with_an_ellipsis_and_short_ones_are_not():
+def test_long_captions_are_truncated_with_an_ellipsis_and_short_ones_are_not():
     assert wrap_text("a cat", 200, 3) == ["a cat"]
     lines = wrap_text("word " * 200, 200, 3)
     assert len(lines) == 3 and lines[-1].endswith("…")
     assert wrap_text("x" * 500, 200, 1)[0].endswith("…")
 
 
-def test_the_commands_make_data_and_a_sheet_of_it(tmp_path):
+def test_the_commands_sample_data_and_preview_work_together(tmp_path):
     def supertuner(*arguments: str) -> str:
         code = "from supertuner.cli import main; main()"
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
@@ -107,17 +107,17 @@ def test_the_commands_make_data_and_a_sheet_of_it(tmp_path):
     data, sheet = tmp_path / "data", tmp_path / "sheet.png"
     supertuner("sample-data", str(data), "--images", "4", "--videos", "2", "--sounds", "2")
     assert json.loads((data / "config.json").read_text())["train"] == {"batch_size": 4}
-    said = supertuner(
+    output = supertuner(
         "preview", str(data / "config.json"), "--out", str(sheet), "--set", f"arena.home={tmp_path / 'a'}"
     )
     with Image.open(sheet) as picture:
         assert picture.format == "PNG"
-    assert "bucket" in said
+    assert "bucket" in output
     rare = [argument for place in range(3) for argument in ("--set", f"datasets[{place}].weight=0.000001")]
-    said = supertuner(
+    output = supertuner(
         "preview", str(data / "config.json"), "--out", str(sheet), "--set", f"arena.home={tmp_path / 'a'}", *rare
     )
-    assert "0 buckets; no sample is drawn in epoch 0" in said
+    assert "0 buckets; epoch 0 has no samples" in output
 
 
 @pytest.mark.parametrize("out", ["sheet.jpg", "nowhere/sheet.png", "folder.png"])

@@ -1,4 +1,4 @@
-"""The first command that a newcomer runs: a whole training run, and whether the model learnt what it was shown."""
+"""The quickstart is a complete training run, after which the model draws what it was trained on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from supertuner.tools.quickstart import QuickstartResult, run_quickstart
 from tests.tools.shape_classifier import classify
 
 SHORTER = ("train.max_steps=250", "validation.inference_steps=8")
-"""Half of the steps and of the samples' steps: what is learnt with these is learnt with all."""
+"""Half of the training steps and of the inference steps, to save time."""
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +29,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> QuickstartResult:
 
 
 def recognised(folder: Path) -> int:
-    """How many samples of a validation are what their prompts say."""
+    """How many samples of a validation show what their prompts say."""
     pairs = {shapes.caption(*pair): pair for pair in shapes.HELD_OUT_PAIRS}
     facts = json.loads((folder / "samples.json").read_text())["samples"]
-    pictures = [(one["prompt"], np.asarray(Image.open(folder / one["files"][0]).convert("RGB"))) for one in facts]
+    pictures = [(fact["prompt"], np.asarray(Image.open(folder / fact["files"][0]).convert("RGB"))) for fact in facts]
     return sum(classify(picture).pair == pairs[prompt] for prompt, picture in pictures)
 
 
-def test_pairs_that_were_never_shown_are_drawn_more_often_after_training(made: QuickstartResult) -> None:
+def test_held_out_pairs_are_drawn_more_often_after_training(made: QuickstartResult) -> None:
     folders = sorted((made.training.run_dir / "samples").iterdir())
     before, after = recognised(folders[0]), recognised(folders[-1])
     assert after >= before + 6, f"{before} before, {after} after, of 24"
 
 
-def test_the_loss_on_pictures_that_were_not_trained_on_falls_by_30_percent_or_more(made: QuickstartResult) -> None:
+def test_the_held_out_loss_falls_by_30_percent_or_more(made: QuickstartResult) -> None:
     assert made.loss_after <= 0.7 * made.loss_before, f"{made.loss_before} before, {made.loss_after} after"
 
 
@@ -53,7 +53,7 @@ def test_both_experts_were_trained_through_the_ramp(made: QuickstartResult) -> N
     assert windows == sorted(windows) and windows[0] < windows[-1]
 
 
-def test_everything_that_is_shown_is_there(made: QuickstartResult) -> None:
+def test_all_pictures_and_exports_exist(made: QuickstartResult) -> None:
     for picture in (made.contact_sheet, made.comparison, made.training.loss_curve):
         assert picture is not None
         with Image.open(picture) as opened:
@@ -64,7 +64,7 @@ def test_everything_that_is_shown_is_there(made: QuickstartResult) -> None:
     ]
 
 
-def test_the_exported_adapters_load_in_diffusers_and_change_what_both_experts_predict(made: QuickstartResult) -> None:
+def test_the_exported_adapters_load_in_diffusers_and_change_both_experts(made: QuickstartResult) -> None:
     from diffusers import WanPipeline
 
     pipe = WanPipeline.from_pretrained(shapes.BASE_MODEL, dtype=torch.float32)
@@ -83,7 +83,7 @@ def test_the_exported_adapters_load_in_diffusers_and_change_what_both_experts_pr
     assert all((a - b).abs().max() > 1e-3 for a, b in zip(after, before, strict=True))
 
 
-def test_a_second_quickstart_shows_the_same_and_trains_nothing_again(made: QuickstartResult) -> None:
+def test_a_second_quickstart_has_the_same_result_without_training_again(made: QuickstartResult) -> None:
     losses = (made.training.run_dir / "losses.jsonl").read_bytes()
     begun = time.monotonic()
     again = run_quickstart(made.config.parent.parent, [f"arena.home={made.config.parents[2] / 'arenas'}", *SHORTER])
@@ -96,16 +96,16 @@ def test_a_second_quickstart_shows_the_same_and_trains_nothing_again(made: Quick
     assert time.monotonic() - begun < 60
 
 
-def test_quickstart_leaves_files_of_yours_alone(tmp_path: Path) -> None:
+def test_quickstart_refuses_a_folder_with_other_files(tmp_path: Path) -> None:
     mine = tmp_path / "quickstart" / "shapes" / "mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    with pytest.raises(SuperTunerError, match="holds files of yours"):
+    with pytest.raises(SuperTunerError, match="contains other files"):
         run_quickstart(tmp_path / "quickstart")
     assert [path.name for path in mine.parent.iterdir()] == ["mine.txt"]
 
 
-def test_quickstart_killed_while_drawing_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+def test_a_quickstart_that_is_killed_while_drawing_leaves_no_partial_data(tmp_path: Path) -> None:
     script = (
         "import pathlib, sys; from supertuner.tools.quickstart import run_quickstart as q; q(pathlib.Path(sys.argv[1]))"
     )

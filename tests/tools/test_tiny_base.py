@@ -1,4 +1,4 @@
-"""The base model that comes with the quickstart, as it is stored."""
+"""The tiny base model that ships with the package."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +32,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_the_base_is_small_and_holds_only_safetensors_and_text() -> None:
+def test_the_base_is_small_and_contains_only_safetensors_and_text() -> None:
     files = [path for path in shapes.BASE_MODEL.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".safetensors", ".json", ".md"}
     assert sum(path.stat().st_size for path in files) < 5_000_000
@@ -51,7 +51,7 @@ def test_the_base_is_a_text_to_video_model_with_two_experts(base: ModelDescripti
     assert FAMILY.unsupported_reason(base, (3, shapes.SIDE_PIXELS, shapes.SIDE_PIXELS)) is None
 
 
-def test_every_word_of_the_captions_is_one_token_that_the_text_encoder_tells_from_the_others(
+def test_every_word_of_the_captions_is_one_token_with_a_distinct_embedding(
     base: ModelDescription,
 ) -> None:
     words = [*shapes.COLOURS, *shapes.SHAPES]
@@ -62,7 +62,7 @@ def test_every_word_of_the_captions_is_one_token_that_the_text_encoder_tells_fro
     assert alike.abs().max() < 0.6
 
 
-def test_pictures_of_both_styles_survive_the_vae(base: ModelDescription) -> None:
+def test_pictures_of_both_styles_are_recognised_after_the_vae(base: ModelDescription) -> None:
     drawn = [
         *shapes.random_drawings((*shapes.train_pairs(), *shapes.HELD_OUT_PAIRS), 3, Random(1)),
         *shapes.random_drawings(shapes.chalk_pairs(), 2, Random(2)),
@@ -76,18 +76,18 @@ def test_pictures_of_both_styles_survive_the_vae(base: ModelDescription) -> None
     assert np.mean(right) > 0.97
 
 
-def test_the_base_draws_the_shapes_it_is_asked_for_in_chalk(base: ModelDescription) -> None:
+def test_the_base_draws_the_prompted_shapes_in_chalk(base: ModelDescription) -> None:
     sampler = FAMILY.build_sampler(base, {}, CPU, torch.float32)
-    asked = shapes.chalk_pairs()
-    seen = [classify(_sample(sampler, shapes.caption(*pair), seed)) for seed, pair in enumerate(asked)]
-    assert np.mean([one.pair == pair for one, pair in zip(seen, asked, strict=True)]) >= 0.6
+    pairs = shapes.chalk_pairs()
+    seen = [classify(_sample(sampler, shapes.caption(*pair), seed)) for seed, pair in enumerate(pairs)]
+    assert np.mean([one.pair == pair for one, pair in zip(seen, pairs, strict=True)]) >= 0.6
 
 
 def test_the_base_cannot_draw_the_inks(base: ModelDescription) -> None:
     sampler = FAMILY.build_sampler(base, {}, CPU, torch.float32)
-    asked = shapes.HELD_OUT_PAIRS
-    seen = [classify(_sample(sampler, shapes.caption(*pair), seed)) for seed, pair in enumerate(asked)]
-    assert sum(one.pair == pair for one, pair in zip(seen, asked, strict=True)) <= 1
+    pairs = shapes.HELD_OUT_PAIRS
+    seen = [classify(_sample(sampler, shapes.caption(*pair), seed)) for seed, pair in enumerate(pairs)]
+    assert sum(one.pair == pair for one, pair in zip(seen, pairs, strict=True)) <= 1
 
 
 def _sample(sampler: Any, prompt: str, seed: int) -> NDArray[np.uint8]:

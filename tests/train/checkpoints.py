@@ -1,4 +1,4 @@
-"""Small checkpoints for tests: two experts with adapters, optimizer and average, as a real run has them."""
+"""Small checkpoints for tests: two experts with adapters, optimizer and average, as in a real run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def save_parts(
 
 
 def parts_at(step: int, seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
-    """The parts of a run's checkpoint; another seed is another run."""
+    """The parts of a run's checkpoint; another random seed means another run."""
     drawn = torch.Generator().manual_seed(1000 * seed + step)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def forge_shard(made: Path, file: str, tensors: dict[str, torch.Tensor], begins: dict[str, int]) -> None:
-    """Put another file in its place, with a manifest that fits."""
+    """Replace a shard by another file, with a matching manifest."""
     layout = tensor_file.plan_tensor_file(tensors, tensor_file.row_offsets_metadata(begins, tensors))
     content = b"".join(layout.chunks())
     (made / file).write_bytes(content)
@@ -79,7 +79,7 @@ def forge_shard(made: Path, file: str, tensors: dict[str, torch.Tensor], begins:
 
 
 class RecordingSink:
-    """A sink that remembers."""
+    """A sink that records events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

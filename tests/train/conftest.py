@@ -1,4 +1,4 @@
-"""What tests of training share: one process that has imported everything, to fork runs from."""
+"""Shared by tests of training: one process that has imported everything, to fork runs from."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 def run_saving_faults(*options: str) -> dict[str, Any]:
-    """Scenario → what came of every fault, and the calls of an undisturbed save."""
+    """Scenario → the outcome of every fault, and the calls of an undisturbed save."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to build the library that makes calls fail")

@@ -1,7 +1,7 @@
 """Small real training runs for tests, in processes forked from one that has imported everything.
 
-Importing costs seconds; a fork costs milliseconds. The parent of the forks computes nothing itself and has one thread,
-so its children are whole.
+Importing takes seconds, a fork milliseconds. The parent computes nothing itself and has one thread, so forking it is
+safe.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLOURS = ("red", "green", "blue", "white", "orange", "purple", "yellow", "cyan"
 
 
 def pictures(folder: Path, count: int, first: int = 0) -> Path:
-    """Captioned pictures of 32×32: a coloured square each."""
+    """Captioned images of 32×32 with a coloured square each."""
     folder.mkdir(parents=True)
     for number in range(first, first + count):
         image = Image.new("RGB", (32, 32), (number * 7 % 256, 40, 60))
@@ -54,9 +54,9 @@ def pictures(folder: Path, count: int, first: int = 0) -> Path:
 
 
 def config(folder: Path, name: str, **changed: Any) -> Path:
-    """A run of two experts through a ramp, with everything on; `changed` replaces or extends blocks.
+    """The configuration of a run with two experts, a ramp and all features; `changed` replaces or extends blocks.
 
-    Its folder is `folder / name / "run"`: files that hold the run's name can be compared.
+    The run's folder is `folder / name / "run"`, so that files with the run's name can be compared.
     """
     data = folder / "data"
     if not data.exists():
@@ -104,11 +104,11 @@ class TrainingForkServer:
         assert self._line() == "ready"
 
     def start(self, config: Path, *arguments: str) -> int:
-        """Begin `supertuner train CONFIG arguments…`; its process id."""
+        """Start `supertuner train CONFIG arguments…`; returns its process id."""
         return self.begin("train", str(config), *arguments)
 
     def begin(self, *arguments: str, cwd: Path = ROOT) -> int:
-        """Begin any `supertuner arguments…` in a folder; its process id."""
+        """Start any `supertuner arguments…` in a folder; returns its process id."""
         return int(self._ask(json.dumps(["run", str(cwd), *arguments])))
 
     def wait(self, pid: int) -> int:
@@ -119,18 +119,18 @@ class TrainingForkServer:
         return self.wait(self.start(config, *arguments))
 
     def train_together(self, *configs: Path) -> list[int]:
-        """The exit codes of runs beside each other."""
+        """Run several configurations at the same time; returns their exit codes."""
         return [self.wait(pid) for pid in [self.start(config) for config in configs]]
 
     def kill_after(self, config: Path, seconds: float) -> int:
-        """Start a run and kill it after so long; its exit code, 0 if it had ended before."""
+        """Start a run and kill it after some seconds; returns its exit code, 0 if it had ended before."""
         pid = self.start(config)
         time.sleep(seconds)
-        os.kill(pid, signal.SIGKILL)  # not reaped before `wait`: the number cannot be somebody else's
+        os.kill(pid, signal.SIGKILL)  # not reaped before `wait`, so the process id is not reused
         return self.wait(pid)
 
-    def said(self) -> str:
-        """The end of what the runs wrote on their screens."""
+    def output(self) -> str:
+        """The end of the output of the runs."""
         return Path(self._log.name).read_text(errors="replace")[-3000:]
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class TrainingForkServer:
 
 
 def artefacts(run: Path) -> dict[str, bytes]:
-    """Every file of a run that must not depend on how often it was killed, by its name."""
+    """Name → content of every file of a run that must not depend on how often it was killed."""
     kept = ["losses.jsonl", "validation.jsonl"]
     found = [run / name for name in kept]
     for folder in ("exports", "samples", "checkpoints"):
@@ -161,7 +161,7 @@ def artefacts(run: Path) -> dict[str, bytes]:
 
 
 def _serve() -> None:
-    """The parent's side: read commands, fork, wait."""
+    """The server: reads commands, forks, waits."""
     import diffusers  # noqa: F401
     import lycoris  # noqa: F401
     import peft  # noqa: F401
@@ -179,8 +179,8 @@ def _serve() -> None:
     for module in LATE:
         importlib.import_module(module)
     torch.set_num_threads(1)
-    # A run collects garbage whenever it drops a model. What is here is not garbage, and half a run's time would go into
-    # looking through it, and into copying the pages that the looking writes to.
+    # A run collects garbage whenever it drops a model. Without the freeze, half of a run's time would go into scanning
+    # the imported objects, and into copying the pages that the scan writes to.
     gc.collect()
     gc.freeze()
     answers = os.fdopen(os.dup(1), "w", buffering=1)

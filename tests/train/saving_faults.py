@@ -1,7 +1,7 @@
-"""Saves of checkpoints that are killed, or refused, at each of their system calls; a program for a preloaded process.
+"""Saves checkpoints with a kill or an error at each of their system calls; a program for a preloaded process.
 
-It is run by test_checkpoint_faults.py with saving_faults.c preloaded, and prints what it saw as JSON. Each save runs in
-a child that is forked from here, so that nothing has to be imported again.
+test_checkpoint_faults.py runs it with saving_faults.c preloaded, and it prints its observations as JSON. Each save runs
+in a forked child, so that nothing has to be imported again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SAID = "said"
 
 @dataclass(frozen=True)
 class SaveScenario:
-    """What is there before a save, and the save."""
+    """The state of the folder before a save, and the save."""
 
     name: str
     prepare: Callable[[Path], None]
@@ -55,14 +55,12 @@ class SaveScenario:
         if self.shared:
             save_in_turns(folder, self.step, self.keep)
         else:
-            save_parts(
-                folder, self.step, few_parts(self.step), state_at(self.step), keep=self.keep, host=HostFacts()
-            )
+            save_parts(folder, self.step, few_parts(self.step), state_at(self.step), keep=self.keep, host=HostFacts())
 
 
 def save_in_turns(folder: Path, step: int, keep: int) -> None:
-    """Two processes write one checkpoint; here the second writes when the first begins to wait for it. So their calls
-    are the same in every run, and one that fails or is killed takes the other with it."""
+    """Two ranks write one checkpoint; here rank 1 writes when rank 0 begins to wait for it. So their system calls are
+    the same in every run, and a fault of one ends both."""
     written = False
 
     def second() -> None:
@@ -95,12 +93,12 @@ def earlier(folder: Path, *steps: int, seed: int = 0) -> None:
 
 
 def few_parts(step: int, seed: int = 0) -> dict[str, dict[str, Tensor]]:
-    """Enough to have a first, a next and a last file; every further one is three more calls of the same kind."""
+    """Enough parts for a first, a next and a last file; each further one adds three calls of the same kind."""
     return {name: tensors for name, tensors in parts_at(step, seed).items() if name.startswith("adapter.")}
 
 
 def leave_remains(folder: Path) -> None:
-    """What kills in earlier saves may have left."""
+    """Create what kills in earlier saves may have left."""
     earlier(folder, 10, 20)
     shutil.copytree(folder / "step-00000020", folder / ".saving-step-00000030")
     (folder / ".saving-step-00000030" / "manifest.json").unlink()
@@ -109,7 +107,7 @@ def leave_remains(folder: Path) -> None:
 
 
 def leave_without_name(folder: Path) -> None:
-    """A kill between the two renames of a replacement: the only whole one has a hidden name."""
+    """After a kill between the two renames of a replacement: the only complete checkpoint has a hidden name."""
     earlier(folder, 30, seed=1)
     os.rename(folder / "step-00000030", folder / ".replaced-step-00000030")
     shutil.copytree(folder / ".replaced-step-00000030", folder / ".saving-step-00000030")
@@ -137,7 +135,7 @@ class FaultTrial:
         self.reset()
         found = load_latest(self.folder)
         self.old = None if found is None else bytes_of(found.path)
-        scenario.save(self.folder)  # once for what Python imports at the first use
+        scenario.save(self.folder)  # once, so that lazy imports are done
         self.reset()
         self.calls = self.count()
         self.finished = tree(self.folder)
@@ -152,7 +150,7 @@ class FaultTrial:
         shutil.copytree(self.before, self.now)
 
     def count(self) -> list[list[str]]:
-        """Every call of an undisturbed save, in order: what, where, where to."""
+        """Every call of an undisturbed save, in order: call, path, target."""
         log = os.open(self.now / "log", os.O_RDWR | os.O_CREAT, 0o644)
         ctypes.CDLL(None).faults_arm(COUNT, 0, 0, log)
         self.scenario.save(self.folder)
@@ -164,7 +162,7 @@ class FaultTrial:
         return calls
 
     def run(self, mode: int, at: int, code: int = 0) -> str:
-        """One save with one fault; whether the old or the new checkpoint was the latest afterwards."""
+        """One save with one fault; returns whether the old or the new checkpoint was the latest afterwards."""
         where = f"{self.scenario.name}, mode {mode}, call {at}"
         self.reset()
         status = wait(fork(lambda: self._child(mode, at, code)))
@@ -173,10 +171,10 @@ class FaultTrial:
         if status == REFUSED:
             said = (self.now / SAID).read_text()
             comfort = ("intact", "none yet", "not touched")
-            # "exists": remains that could not be removed; why not was told when that was tried.
+            # "exists": remains that could not be removed; the reason was reported when that was tried.
             reasons = (os.strerror(code), os.strerror(errno.EEXIST))
             assert any(r in said for r in reasons) and any(word in said for word in comfort), f"{where}: {said}"
-        # Whoever looks without the run's lock never finds a half of one, either.
+        # A reader without the run's lock never finds an incomplete checkpoint, either.
         assert all(found.problem is None for found in find_checkpoints(self.folder)), (
             f"{where}: {find_checkpoints(self.folder)}"
         )
@@ -201,7 +199,7 @@ class FaultTrial:
 
 
 def faults_of(calls: list[list[str]], thorough: bool) -> list[tuple[int, int, int]]:
-    """(mode, call, errno) for every call. What is on disk after a call is what is there before the next one."""
+    """(mode, call, errno) for every call. The disk after one call is the disk before the next one."""
     everywhere = range(len(calls))
     last = everywhere if thorough else everywhere[-1:]
     writes = [at for at, (what, *_) in enumerate(calls) if what == "write"]

@@ -1,4 +1,4 @@
-"""Runs with each kind of adapter, on both experts: going on from a checkpoint changes no bit of what they end with."""
+"""Runs with each adapter type, on both experts: resuming from a checkpoint changes no bit of the result."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
-def test_a_run_that_goes_on_from_a_checkpoint_ends_with_the_same_bits(
+def test_a_resumed_run_ends_with_the_same_bits(
     parent: TrainingForkServer, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     file = config(tmp_path, "whole", **{**SHORT, **changes})
-    assert parent.train(file) == 0, parent.said()
+    assert parent.train(file) == 0, parent.output()
     run = tmp_path / "whole" / "run"
     before = artefacts(run)
     older = sorted((run / "checkpoints").iterdir())[0]
     assert older.name.endswith("2")
-    assert parent.train(file, "--resume", str(older)) == 0, parent.said()
+    assert parent.train(file, "--resume", str(older)) == 0, parent.output()
     found = artefacts(run)
     assert [name for name in before if found[name] != before[name]] == []
     assert any(name.startswith("exports/") for name in before)
@@ -59,7 +59,7 @@ def test_each_expert_is_trained_and_exported_with_its_own_rank_alpha_and_targets
 ) -> None:
     adapter = {"rank": 2, "high_noise": {"rank": 5, "targets": ["to_q"]}, "low_noise": {"alpha": 1.0}}
     file = config(tmp_path, "own", **{**SHORT, "adapter": adapter})
-    assert parent.train(file) == 0, parent.said()
+    assert parent.train(file) == 0, parent.output()
     exports = tmp_path / "own" / "run" / "exports"
     ranks = {}
     for name in ("high_noise", "low_noise"):
@@ -71,68 +71,62 @@ def test_each_expert_is_trained_and_exported_with_its_own_rank_alpha_and_targets
     assert ranks == {"high_noise": {5}, "low_noise": {2}}
 
 
-def test_a_run_begins_with_the_files_of_another_and_is_trained_on_top_of_a_third(
-    parent: TrainingForkServer, tmp_path: Path
-) -> None:
-    """High noise goes on from a file; low noise has one frozen below. Going on from a checkpoint changes no bit."""
+def test_a_run_starts_from_one_file_and_trains_on_top_of_another(parent: TrainingForkServer, tmp_path: Path) -> None:
+    """high_noise starts from a file; low_noise trains on top of a frozen one. Resuming changes no bit."""
     file = config(tmp_path, "first", **{**SHORT, "adapter": {"rank": 2}})
-    assert parent.train(file) == 0, parent.said()
+    assert parent.train(file) == 0, parent.output()
     exports = tmp_path / "first" / "run" / "exports"
     high, low = (str(exports / f"run_{name}.safetensors") for name in ("high_noise", "low_noise"))
     adapter = {"rank": 2, "high_noise": {"start_from": high}, "low_noise": {"frozen": low}}
     file = config(tmp_path, "second", **{**SHORT, "adapter": adapter})
-    assert parent.train(file) == 0, parent.said()
+    assert parent.train(file) == 0, parent.output()
     run = tmp_path / "second" / "run"
     before = artefacts(run)
-    assert parent.train(file, "--resume", str(sorted((run / "checkpoints").iterdir())[0])) == 0, parent.said()
+    assert parent.train(file, "--resume", str(sorted((run / "checkpoints").iterdir())[0])) == 0, parent.output()
     assert [name for name, content in artefacts(run).items() if before.get(name, content) != content] == []
-    said = (run / "events.jsonl").read_text()
-    assert "16 of 16 layers begin with the values of" in said and "is frozen below what is trained" in said
+    text = (run / "events.jsonl").read_text()
+    assert "16 of 16 layers start from the values of" in text and "is merged into the frozen weights of" in text
     swapped = {"rank": 2, "high_noise": {"start_from": low}}
     assert parent.train(config(tmp_path, "swapped", **{**SHORT, "adapter": swapped})) == 1
-    assert "is of low_noise by its metadata or its name, not of high_noise" in " ".join(parent.said().split())
+    assert "is of low_noise by its metadata or its name, not of high_noise" in " ".join(parent.output().split())
     assert not (tmp_path / "cache-swapped").exists(), "refused before anything is encoded"
 
 
-def test_another_file_below_the_adapter_is_noticed_when_a_run_goes_on(
-    parent: TrainingForkServer, tmp_path: Path
-) -> None:
+def test_a_changed_frozen_adapter_is_found_on_resume(parent: TrainingForkServer, tmp_path: Path) -> None:
     file = config(tmp_path, "first", **{**SHORT, "adapter": {"rank": 2}})
-    assert parent.train(file) == 0, parent.said()
+    assert parent.train(file) == 0, parent.output()
     below, other = (tmp_path / name for name in ("below.safetensors", "other.safetensors"))
     shutil.copy(tmp_path / "first/run/exports/run_low_noise.safetensors", below)
     adapter = {"rank": 2, "low_noise": {"frozen": str(below)}}
     file = config(tmp_path, "above", **{**SHORT, "adapter": adapter})
-    assert parent.train(file) == 0, parent.said()
+    assert parent.train(file) == 0, parent.output()
     run = tmp_path / "above" / "run"
     before, older = artefacts(run), str(sorted((run / "checkpoints").iterdir())[0])
     tensors = load_file(below)
     save_file({key: tensor * 2 for key, tensor in tensors.items()}, other)
     os.replace(other, below)
     assert parent.train(file, "--resume", older) == 1
-    said = " ".join(parent.said().split())
-    assert "low_noise was trained with other tensors in the file of adapter.low_noise.frozen; put it back" in said
+    text = " ".join(parent.output().split())
+    assert "low_noise was trained with other tensors in the file of adapter.low_noise.frozen; restore that file" in text
     assert artefacts(run) == before, "a refusal changes nothing"
     moved = config(tmp_path, "moved", **{**SHORT, "adapter": adapter})
-    assert parent.train(moved, "--resume", older) == 0, parent.said()
+    assert parent.train(moved, "--resume", older) == 0, parent.output()
     assert "other tensors (or none) in the file of" in (tmp_path / "moved/run/events.jsonl").read_text()
-    save_file(tensors, below)  # the same tensors in other bytes: no metadata
-    assert parent.train(file, "--resume", older) == 0, parent.said()
+    save_file(tensors, below)  # equal tensors in other bytes: without metadata
+    assert parent.train(file, "--resume", older) == 0, parent.output()
     assert {name: content for name, content in artefacts(run).items() if name in before} == before
 
 
-def test_a_file_that_does_not_fit_ends_the_run_before_anything_is_encoded(
-    parent: TrainingForkServer, tmp_path: Path
-) -> None:
+def test_a_file_that_does_not_fit_ends_the_run_before_encoding(parent: TrainingForkServer, tmp_path: Path) -> None:
     file = config(tmp_path, "first", **{**SHORT, "adapter": {"rank": 2}})
-    assert parent.train(file) == 0, parent.said()
+    assert parent.train(file) == 0, parent.output()
     given = str(tmp_path / "first/run/exports/run_low_noise.safetensors")
     refused = {
         "rank": ({"rank": 4, "low_noise": {"start_from": given}}, "needs lora_down.weight [4, 24]"),
         "kind": ({"type": "diff", "low_noise": {"start_from": given}}, "does not fit the adapter"),
         "half": (
             {"low_noise": {"frozen": str(tmp_path / "half_low_noise.safetensors")}},
-            "has lora_B (transformer.blocks.0.attn1.to_k.lora_B.weight) and no lora_A",
+            "has lora_B (transformer.blocks.0.attn1.to_k.lora_B.weight) but no lora_A",
         ),
     }
     tensors = load_file(given)
@@ -142,15 +136,13 @@ def test_a_file_that_does_not_fit_ends_the_run_before_anything_is_encoded(
         wrong = config(tmp_path, name, **{**SHORT, "adapter": {"dropout": 0.0, **adapter}})
         assert parent.train(wrong) == 1, name
         setting = "frozen" if name == "half" else "start_from"
-        said = " ".join(parent.said().split())
-        assert f"adapter.low_noise.{setting}: " in said and reason in said, said
+        text = " ".join(parent.output().split())
+        assert f"adapter.low_noise.{setting}: " in text and reason in text, text
         assert not (tmp_path / f"cache-{name}").exists()
 
 
-def test_a_pattern_that_fits_nothing_ends_the_run_before_anything_is_encoded(
-    parent: TrainingForkServer, tmp_path: Path
-) -> None:
+def test_a_pattern_without_matches_ends_the_run_before_encoding(parent: TrainingForkServer, tmp_path: Path) -> None:
     file = config(tmp_path, "wrong", **{**SHORT, "adapter": {"modules": [{"match": "ffn.*", "rank": 4}]}})
     assert parent.train(file) == 1
-    assert "adapter.modules[0].match is 'ffn.*', and no layer of high_noise" in " ".join(parent.said().split())
+    assert "adapter.modules[0].match is 'ffn.*', which matches no adapted layer of high_noise" in " ".join(parent.output().split())
     assert not (tmp_path / "cache-wrong").exists()

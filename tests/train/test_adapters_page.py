@@ -1,4 +1,4 @@
-"""docs/adapters.md as a new user follows it: its commands and its Python run as printed, and what it promises holds."""
+"""docs/adapters.md as a new user follows it: its commands and its Python run as printed, and its promises hold."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ STOPPED = "Ctrl-C"
 
 
 def walk() -> str:
-    """The section that is walked."""
-    return PAGE.split("\n## The whole way, on one page\n")[1].split("\n## ")[0]
+    """The section whose commands are run."""
+    return PAGE.split("\n## From training to ComfyUI and back\n")[1].split("\n## ")[0]
 
 
 def commands() -> list[tuple[list[str], str]]:
-    """Every command in the order of the page: its words, and its comment."""
+    """Every command in the order of the page: its arguments, and its comment."""
     found = []
     for block in re.findall(r"```bash\n(.*?)```", walk(), re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
@@ -40,9 +40,9 @@ def commands() -> list[tuple[list[str], str]]:
 
 @pytest.fixture(scope="module")
 def folder(parent: TrainingForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where everything on the page was done, each command after the other."""
+    """The folder in which all commands of the page were run, one after the other."""
     made = tmp_path_factory.mktemp("page")
-    shutil.copytree(ROOT / "config", made / "config", ignore=shutil.ignore_patterns("cache"))
+    shutil.copytree(ROOT / "examples", made / "examples", ignore=shutil.ignore_patterns("cache"))
     assert any(STOPPED in comment for _, comment in commands())
     for words, comment in commands():
         assert words[0] == "supertuner", words
@@ -50,12 +50,12 @@ def folder(parent: TrainingForkServer, tmp_path_factory: pytest.TempPathFactory)
         stopped = STOPPED in comment
         if stopped:
             _interrupt(pid, made / "runs/first/losses.jsonl")
-        assert parent.wait(pid) == (128 + signal.SIGINT if stopped else 0), (words, parent.said())
+        assert parent.wait(pid) == (128 + signal.SIGINT if stopped else 0), (words, parent.output())
     yield made
 
 
 def _interrupt(pid: int, losses: Path) -> None:
-    """Ctrl-C when some steps are done."""
+    """Press Ctrl-C after some steps."""
     deadline = time.monotonic() + 60
     while not (losses.is_file() and losses.read_bytes().count(b"\n") >= 5):
         assert time.monotonic() < deadline, "nothing was trained"
@@ -68,11 +68,9 @@ def same(one: Path, other: Path) -> bool:
     return given.keys() == found.keys() and all(torch.equal(given[key], found[key]) for key in given)
 
 
-def test_a_run_that_was_stopped_and_went_on_ends_like_one_that_was_not(
-    parent: TrainingForkServer, folder: Path
-) -> None:
+def test_a_stopped_and_resumed_run_ends_like_an_uninterrupted_one(parent: TrainingForkServer, folder: Path) -> None:
     again = parent.begin("train", "examples/wan22_automagic.yaml", "--set", "run.output_dir=twin", cwd=folder)
-    assert parent.wait(again) == 0, parent.said()
+    assert parent.wait(again) == 0, parent.output()
     whole, resumed = artefacts(folder / "twin/first"), artefacts(folder / "runs/first")
     kept = {name for name in resumed if name in whole}
     assert {name.partition("/")[0] for name in kept} == {
@@ -81,7 +79,7 @@ def test_a_run_that_was_stopped_and_went_on_ends_like_one_that_was_not(
     assert [name for name in sorted(kept) if whole[name] != resumed[name]] == []
 
 
-def test_what_comes_back_from_comfyui_is_what_went_there(folder: Path) -> None:
+def test_a_file_converted_to_comfyui_and_back_is_unchanged(folder: Path) -> None:
     assert same(folder / "runs/back_high_noise.safetensors", folder / "runs/first/exports/first_high_noise.safetensors")
     assert same(folder / "runs/back_low_noise.safetensors", folder / "runs/kron/exports/kron_low_noise.safetensors")
 
@@ -101,10 +99,10 @@ def test_the_python_of_the_page_loads_both_experts(folder: Path, monkeypatch: py
             assert torch.equal(loaded[name], tensor), key
 
 
-def test_an_earlier_checkpoint_is_exported_and_its_parts_are_not_taken_for_files(
+def test_an_earlier_checkpoint_is_exported_and_its_parts_are_refused_as_adapter_files(
     parent: TrainingForkServer, folder: Path
 ) -> None:
-    """With an alpha of its own, a part without it would be twice as strong, or half."""
+    """If the run has another alpha than the rank, a part without it would have twice or half the effect."""
     checkpoint = folder / "runs/first/checkpoints/step-00000016"
     part = "adapter.low_noise.safetensors"
     made = load_file(folder / "runs/earlier/exports/earlier_low_noise.safetensors")
@@ -117,7 +115,7 @@ def test_an_earlier_checkpoint_is_exported_and_its_parts_are_not_taken_for_files
         ("train", "examples/wan22_automagic.yaml", *sets),
     ):
         assert parent.wait(parent.begin(*words, cwd=folder)) == 1
-        assert f"{part} is a part of a checkpoint and does not say its alpha" in parent.said()
+        assert f"{part} is a part of a checkpoint and does not contain its alpha" in parent.output()
     assert parent.wait(parent.begin("adapter", "inspect", str(checkpoint / part), cwd=folder)) == 0
 
 
@@ -133,16 +131,16 @@ def test_both_experts_of_the_merged_model_differ_from_the_base_and_it_trains(
         assert changed and all(".attn" in name for name in changed)
     sets = ("--set", "run.name=on-merged", "--set", "model.path=runs/merged", "--set", "train.max_steps=1")
     pid = parent.begin("train", "examples/wan22_automagic.yaml", *sets, cwd=folder)
-    assert parent.wait(pid) == 0, parent.said()
+    assert parent.wait(pid) == 0, parent.output()
 
 
-def test_runs_on_files_say_so(folder: Path) -> None:
-    for run, said in (
-        ("second", "16 of 16 layers begin with the values of"),
-        ("above", "is frozen below what is trained"),
+def test_runs_that_start_from_files_report_them(folder: Path) -> None:
+    for run, message in (
+        ("second", "16 of 16 layers start from the values of"),
+        ("above", "is merged into the frozen weights of"),
     ):
         events = (folder / "runs" / run / "events.jsonl").read_text()
-        assert events.count(said) == 2, run
+        assert events.count(message) == 2, run
     assert not same(
         folder / "runs/second/exports/second_high_noise.safetensors",
         folder / "runs/first/exports/first_high_noise.safetensors",
@@ -167,5 +165,5 @@ def test_the_configurations_for_real_models_train_the_tiny_one(
 ) -> None:
     assert name in walk()
     sets = [word for one in SMALL for word in ("--set", one)]
-    pid = parent.begin("train", f"config/{name}.yaml", *sets, cwd=folder)
-    assert parent.wait(pid) == 0, parent.said()
+    pid = parent.begin("train", f"examples/{name}.yaml", *sets, cwd=folder)
+    assert parent.wait(pid) == 0, parent.output()

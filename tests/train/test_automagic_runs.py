@@ -1,4 +1,4 @@
-"""Whole runs with Automagic: the seed's settings as they are written, on both experts, going on to the bit."""
+"""Complete runs with Automagic: the settings of the GH200 fork unchanged, on both experts, resumed to the bit."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_a_run_stopped_and_resumed_ends_with_the_same_bits(parent: TrainingForkS
     assert [name for name in expected if expected[name] != found[name]] == []
 
 
-def test_each_expert_moves_by_its_own_bump_and_says_so(parent: TrainingForkServer, tmp_path: Path) -> None:
-    """With limits wide open, all rates lie within so many bumps of their start as the expert made steps."""
+def test_each_expert_moves_by_its_own_bump_and_reports_it(parent: TrainingForkServer, tmp_path: Path) -> None:
+    """With wide limits, all rates are within as many bumps of their start as the expert made steps."""
     run = trained(parent, tmp_path, "a", optimizer={**SEED, "lr_scheduler": "constant", "lr_warmup_steps": 0}, **PLAIN)
     last = rates(run)[-1]
     steps = {
@@ -57,19 +57,19 @@ def test_each_expert_moves_by_its_own_bump_and_says_so(parent: TrainingForkServe
     assert {name.rsplit("/", 1)[1] for name in state} == {"row", "column", "low", "high", "signs"}
 
 
-def test_the_yaml_of_the_seed_runs_as_it_is_written(parent: TrainingForkServer, tmp_path: Path) -> None:
-    """What it does not say (model, data, where to write) is added beside it; not a line of it is changed."""
-    pictures(tmp_path / "data" / "train", 2)  # few: at the seed's resolution each takes a second to encode
+def test_the_yaml_of_the_gh200_fork_runs_unchanged(parent: TrainingForkServer, tmp_path: Path) -> None:
+    """Missing settings (model, data, output folder) are added beside it; none of its lines is changed."""
+    pictures(tmp_path / "data" / "train", 2)  # few: at that resolution each takes a second to encode
     pictures(tmp_path / "data" / "held_out", 1, first=6)
     tree = json.loads(config(tmp_path, "seed", **PLAIN).read_text())
-    written = re.findall(r"```yaml\n(.*?)```", (ROOT / "tests/config/seeds/003.md").read_text(), re.S)[0]
+    written = re.findall(r"```yaml\n(.*?)```", (ROOT / "tests/config/fork_documents/003.md").read_text(), re.S)[0]
     text = written.replace("dataset:\n", f"dataset:\n  folder_path: {tree['datasets'][0]['instance_data_dir']}\n")
     for block in ("run", "model", "adapter", "arena", "checkpoints", "validation"):
         text += f"{block}: {json.dumps(tree[block])}\n"
     text += 'train: {"max_steps": 4, "mixed_precision": "bf16"}\n'
     file = tmp_path / "seed.yaml"
     file.write_text(text)
-    assert parent.train(file) == 0, parent.said()
+    assert parent.train(file) == 0, parent.output()
     (last,) = rates(tmp_path / "seed" / "run")
     high, low = last["rows"]
     assert (high["highest"], low["highest"]) == (pytest.approx(2.1e-6, rel=0.01), pytest.approx(1.6e-6, rel=0.01))

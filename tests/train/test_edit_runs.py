@@ -1,4 +1,4 @@
-"""Runs of a model that edits: pairs of pictures trained on, resumed to the bit, sampled and exported."""
+"""Runs of an image-editing model: trained on pairs of images, resumed to the bit, sampled and exported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.train.test_runs import SHORT, del_intermediate, whole_and_again
 
 
 def pairs(folder: Path, **of_all: Any) -> dict[str, Any]:
-    """Blocks of a configuration: squares, each made from its negative in another size and format."""
+    """Configuration blocks: images of squares, each with its negative as reference, in another size and format."""
     data = folder / "data"
     if not data.exists():
         pictures(data / "train", 6)
@@ -67,26 +67,24 @@ def test_a_run_stopped_and_resumed_ends_with_the_same_bits(
     (adapter,) = (again / "exports").rglob("*.safetensors")
     assert all(key.startswith("transformer.transformer_blocks.") for key in load_file(adapter))
     assert any(tensor.abs().max() > 0 for key, tensor in load_file(adapter).items() if "lora_B" in key)
-    assert parent.wait(fresh) == 0, parent.said()
+    assert parent.wait(fresh) == 0, parent.output()
     losses = (tmp_path / "fresh" / "run" / "losses.jsonl").read_bytes()
     assert losses == expected["losses.jsonl"], "encoded at use, the same is learnt"
 
 
-def test_data_that_do_not_fit_the_family_are_refused_with_the_remedy(
-    parent: TrainingForkServer, tmp_path: Path
-) -> None:
+def test_data_that_do_not_fit_the_family_are_refused_with_a_remedy(parent: TrainingForkServer, tmp_path: Path) -> None:
     changed = {**SHORT, **pairs(tmp_path)}
     alone = [{**one, "conditioning_dir": None} for one in changed["datasets"]]
     for one in alone:
         del one["conditioning_dir"], one["conditioning_resolution"]
     assert parent.train(config(tmp_path, "alone", **{**changed, "datasets": alone})) == 1
-    assert "name theirs in conditioning_dir" in parent.said()
+    assert "name their folder in conditioning_dir" in parent.output()
     assert parent.train(config(tmp_path, "plain", **{**changed, "model": {"family": "qwen-image"}})) == 1
-    assert "remove conditioning_dir" in parent.said()
+    assert "remove conditioning_dir" in parent.output()
     missing = next((tmp_path / "data" / "train_before").iterdir())
     missing.unlink()
     assert parent.train(config(tmp_path, "missing", **changed)) == 1
-    assert "1 of 6 samples have no picture in" in parent.said() and missing.stem in parent.said()
+    assert "1 of 6 samples have no image in" in parent.output() and missing.stem in parent.output()
     shutil.rmtree(tmp_path / "data" / "train_before")
     assert parent.train(config(tmp_path, "no folder", **changed)) == 1
-    assert "is not a folder" in parent.said()
+    assert "is not a folder" in parent.output()

@@ -1,4 +1,4 @@
-"""A model that is told how pictures were framed is told it of the very pixels that its latents were made of."""
+"""A model with micro-conditioning gets the framing of exactly the pixels that its latents were made of."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TURNS = 4
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_latents_and_framing_are_of_the_same_turn(tmp_path: Path, way: str) -> None:
+def test_latents_and_framing_belong_to_the_same_cycle(tmp_path: Path, way: str) -> None:
     file = config(tmp_path, "a", model={"family": "sdxl", "switch_boundary_every": 1})
     settings = load_config(file).config
     dataset = settings.datasets[0].model_validate(
@@ -42,7 +42,7 @@ def test_latents_and_framing_are_of_the_same_turn(tmp_path: Path, way: str) -> N
 
 
 def check(run: TrainingRun, batch: StepBatch, micro: Any) -> None:
-    """Of the turns that there can be, one gives these latents, and this framing is that turn's."""
+    """One of the possible cycles gives these latents, and this framing belongs to that cycle."""
     corpus, encoder = run.collator.corpus, run.family.build_media_encoder(run.model, run.device)
     for at, sample in enumerate(micro.draws.sample.tolist()):
         row = torch.empty(micro.bucket.shape, dtype=torch.uint8)
@@ -55,7 +55,7 @@ def check(run: TrainingRun, batch: StepBatch, micro: Any) -> None:
 
 
 def _wide(dataset: Any, folder: Path) -> Any:
-    """The same dataset of pictures that are three times as wide as high, so that there is much to cut off."""
+    """The same dataset with images three times as wide as high, so that much is cropped."""
     from PIL import Image
 
     made = folder / "wide"

@@ -1,4 +1,4 @@
-"""A terminal that is closed ends a run as a signal to stop does, and a screen that nobody sees ends nothing."""
+"""A closed terminal saves and stops a run like SIGTERM does, and a closed screen does not end the run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_stops(tmp_path: Path) -> None:
     )
     os.close(screen)
     try:
-        _read_until(terminal, b"samples/s")  # in the line that changes while it trains
+        _read_until(terminal, b"samples/s")  # in the live line during training
         os.close(terminal)
         assert run.wait(120) == EXIT
     finally:
@@ -61,11 +61,11 @@ def _read_until(terminal: int, words: bytes) -> None:
 
 def _its_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may be deaf to it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the test runner may ignore it
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_what_nobody_can_see_ends_nothing(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_screen_does_not_end_the_run(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed(io.StringIO):
         def write(self, text: str, /) -> int:
             raise OSError(5, "Input/output error")
@@ -84,8 +84,8 @@ def test_what_nobody_can_see_ends_nothing(live: bool, monkeypatch: pytest.Monkey
         phase.advance(2)
 
 
-def test_a_live_display_and_what_others_print_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it is live, rich prints what anybody writes to standard error above it, through the same console."""
+def test_output_of_others_appears_beside_a_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a display is live, rich prints everything written to standard error above it, through the same console."""
     terminal, screen = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(screen, "w") as shown:

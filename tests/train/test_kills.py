@@ -1,4 +1,4 @@
-"""Exact resume: a run killed at random moments ends with the files of one that nobody killed, bit for bit."""
+"""Exact resume: a run killed at random moments ends with the files of an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs whose samples count differently: masks, weights, the prior and SNR, told, refused, and resumed exactly."""
+"""Complete runs with masks, sample weights, prior preservation and SNR weighting: reported, refused, resumed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BRIEF = {**SHORT, "train": {**SHORT["train"], "max_steps": 2}}
 
 
 def datasets(folder: Path, **counted: Any) -> list[dict[str, Any]]:
-    """Squares that count as they are told to, and others that keep the prior."""
+    """A dataset of squares with these loss settings, and one that keeps the prior."""
     if not (folder / "data").exists():
         pictures(folder / "data" / "train", 6)
         pictures(folder / "data" / "class", 3, first=6)
@@ -55,19 +55,19 @@ def everything(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_a_run_that_counts_everything_trains_and_goes_on_to_the_bit(parent: TrainingForkServer, tmp_path: Path) -> None:
+def test_a_run_with_all_loss_weights_trains_and_resumes_to_the_bit(parent: TrainingForkServer, tmp_path: Path) -> None:
     data = datasets(tmp_path, **everything(tmp_path))
-    in_turn = {"switch_boundary_every": 1}  # so that the same experts are trained before and after
+    in_turn = {"switch_boundary_every": 1}  # so that both experts are trained before and after
     whole = config(tmp_path, "whole", **SHORT, datasets=data, model=in_turn, objective={"loss": "huber"})
-    assert parent.train(whole) == 0, parent.said()
+    assert parent.train(whole) == 0, parent.output()
     rest = config(tmp_path, "rest", **SHORT, datasets=data, model=in_turn, objective={"loss": "huber"})
     half = tmp_path / "whole" / "run" / "checkpoints" / "step-00000002"
-    assert parent.train(rest, "--resume", str(half)) == 0, parent.said()
+    assert parent.train(rest, "--resume", str(half)) == 0, parent.output()
     assert len(losses(tmp_path / "whole")) == 4
     assert losses(tmp_path / "rest")[-2:] == losses(tmp_path / "whole")[-2:]
 
 
-def test_min_snr_on_a_flow_model_changes_nothing_is_told_once_and_the_path_is_there_when_asked(
+def test_min_snr_on_a_flow_model_has_no_effect_with_one_report_unless_flow_snr_is_set(
     parent: TrainingForkServer, tmp_path: Path
 ) -> None:
     data = datasets(tmp_path)
@@ -77,51 +77,51 @@ def test_min_snr_on_a_flow_model_changes_nothing_is_told_once_and_the_path_is_th
         "path": {"weighting": "min_snr", "flow_snr": "path"},
     }
     files = [config(tmp_path, name, **BRIEF, datasets=data, objective=one) for name, one in objectives.items()]
-    assert parent.train_together(*files) == [0, 0, 0], parent.said()
+    assert parent.train_together(*files) == [0, 0, 0], parent.output()
     found = {name: losses(tmp_path / name) for name in objectives}
     assert found["even"] == found["plain"]
     assert found["path"] != found["plain"]
     decisions = json.loads((tmp_path / "even" / "run" / "decisions.json").read_text())
-    (told,) = [one for one in decisions if one["what"] == "objective.weighting"]
-    assert told["value"] == "none" and "flow matching" in told["reason"]
+    (decision,) = [one for one in decisions if one["what"] == "objective.weighting"]
+    assert decision["value"] == "none" and "flow matching" in decision["reason"]
 
 
-def test_min_snr_on_a_model_that_predicts_noise_weighs_by_its_table(parent: TrainingForkServer, tmp_path: Path) -> None:
+def test_min_snr_on_a_model_that_predicts_noise_uses_its_noise_schedule(
+    parent: TrainingForkServer, tmp_path: Path
+) -> None:
     data, model = datasets(tmp_path), {"family": "sdxl"}
     files = [
         config(tmp_path, name, **BRIEF, datasets=data, model=model, objective=objective)
         for name, objective in {"plain": {}, "weighed": {"weighting": "min_snr", "snr_gamma": 0.01}}.items()
     ]
-    assert parent.train_together(*files) == [0, 0], parent.said()
+    assert parent.train_together(*files) == [0, 0], parent.output()
     plain, weighed = losses(tmp_path / "plain"), losses(tmp_path / "weighed")
     assert weighed[0] < plain[0] and len(weighed) == 2
     assert "objective.weighting" not in (tmp_path / "weighed" / "run" / "decisions.json").read_text()
 
 
-def test_masks_that_fit_no_sample_end_the_run_before_anything_is_encoded(
-    parent: TrainingForkServer, tmp_path: Path
-) -> None:
+def test_masks_without_samples_end_the_run_before_encoding(parent: TrainingForkServer, tmp_path: Path) -> None:
     data = datasets(tmp_path, mask_dir=str(tmp_path / "data" / "class"))
     assert parent.train(config(tmp_path, "a", **SHORT, datasets=data)) == 1
-    assert "named like a sample" in " ".join(parent.said().split())
+    assert "has the name of a sample" in " ".join(parent.output().split())
     assert not (tmp_path / "a" / "run" / "losses.jsonl").exists()
 
 
-def test_masks_weights_and_captions_that_changed_since_the_checkpoint_are_told(
+def test_masks_weights_and_captions_that_changed_since_the_checkpoint_cause_warnings(
     parent: TrainingForkServer, tmp_path: Path
 ) -> None:
     data = datasets(tmp_path, **everything(tmp_path))
     file = config(tmp_path, "changed", **{**BRIEF, "datasets": data, "checkpoints": {"every_steps": 1}})
-    assert parent.train(file) == 0, parent.said()
+    assert parent.train(file) == 0, parent.output()
     run = tmp_path / "changed" / "run"
     first = str(sorted((run / "checkpoints").iterdir())[0])
-    assert parent.train(file, "--resume", first) == 0, parent.said()
+    assert parent.train(file, "--resume", first) == 0, parent.output()
     assert "was saved with other" not in (run / "events.jsonl").read_text()
     Image.new("L", (32, 32), 200).save(tmp_path / "masks" / "003.png")
     weights = tmp_path / "weights.jsonl"
     weights.write_text(weights.read_text().replace("2.5", "2.0"))
     (tmp_path / "data" / "class" / "007.txt").write_text("something else")
-    assert parent.train(file, "--resume", first) == 0, parent.said()
+    assert parent.train(file, "--resume", first) == 0, parent.output()
     said = (run / "events.jsonl").read_text()
     changed = "datasets[class].captions, datasets[squares].loss_weights_file, datasets[squares].mask_dir"
-    assert f"was saved with others in {changed}: from here on those of now count" in said
+    assert f"was saved with another content of {changed}: from here on the current content counts" in said

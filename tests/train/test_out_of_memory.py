@@ -1,4 +1,4 @@
-"""A device whose memory is full: told with a remedy, and no reason to lose what was trained."""
+"""A full device memory is reported with a remedy, and loses no trained step."""
 
 from __future__ import annotations
 
@@ -46,35 +46,38 @@ def opened(folder: Path, sink: RecordingSink, experts: str = "all", **validation
         yield run
 
 
-def test_a_validation_that_does_not_fit_is_told_and_costs_no_step(tmp_path: Path) -> None:
+def test_a_validation_that_does_not_fit_causes_a_warning_and_loses_no_step(tmp_path: Path) -> None:
     sink = RecordingSink()
     with opened(tmp_path, sink, at_start=False, every_steps=2) as run:
-        run.family = replace(run.family, sampler=raise_out_of_memory)
+        run.family = replace(run.family, build_sampler=raise_out_of_memory)
         assert train(run).stopped_by is None and run.step == 3
-    told = [
+    warnings = [
         event for event in sink.events if isinstance(event, WarningEvent) and event.what.startswith("validation of")
     ]
-    assert [one.what for one in told] == ["validation of step 2", "validation of step 3"]
-    assert "CUDA out of memory. Tried to allocate 2.00 GiB.)" in told[0].message and "lower valid" in told[0].message
+    assert [one.what for one in warnings] == ["validation of step 2", "validation of step 3"]
+    assert (
+        "CUDA out of memory. Tried to allocate 2.00 GiB.)" in warnings[0].message
+        and "lower valid" in warnings[0].message
+    )
     assert (tmp_path / "a" / "run" / "checkpoints" / "step-00000003").is_dir()
 
 
 def test_a_validation_before_the_first_step_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
     with opened(tmp_path, RecordingSink(), at_start=True) as run:
-        run.family = replace(run.family, sampler=raise_out_of_memory)
+        run.family = replace(run.family, build_sampler=raise_out_of_memory)
         with pytest.raises(TrainError, match="lower validation"):
             train(run)
 
 
-def test_a_step_that_does_not_fit_ends_the_run_with_what_needs_less(tmp_path: Path) -> None:
+def test_a_step_that_does_not_fit_ends_the_run_with_a_remedy(tmp_path: Path) -> None:
     with opened(tmp_path, RecordingSink(), at_start=False) as run:
         run.step_options = replace(run.step_options, denoise=raise_out_of_memory)
         with pytest.raises(TrainError, match=r"step 1 does not fit .* lower train.batch_size"):
             train(run)
 
 
-def test_an_expert_that_is_loaded_for_samples_is_gone_when_they_are_made(tmp_path: Path) -> None:
-    """Fourteen billion parameters must not wait for Python's next look for circles."""
+def test_an_expert_loaded_for_samples_is_freed_afterwards(tmp_path: Path) -> None:
+    """Fourteen billion parameters must not wait for Python's next garbage collection."""
     loaded: list[weakref.ref[Any]] = []
     with opened(tmp_path, RecordingSink(), experts="high_noise") as run:
         own = run.family.build_sampler
@@ -84,7 +87,7 @@ def test_an_expert_that_is_loaded_for_samples_is_gone_when_they_are_made(tmp_pat
             loaded.extend(weakref.ref(getattr(sampler._pipeline, part)) for part in ("transformer_2", "text_encoder"))
             return sampler
 
-        run.family = replace(run.family, sampler=watched)
+        run.family = replace(run.family, build_sampler=watched)
         gc.disable()
         try:
             validate(run)

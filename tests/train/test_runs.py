@@ -1,4 +1,4 @@
-"""Whole training runs: every way to train ends with files that can be used, and going on changes no bit."""
+"""Complete training runs: every way of training ends with usable files, and resuming changes no bit."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ SHORT = {"train": {"max_steps": 6}, "validation": {"at_start": False, "every_ste
 
 
 def trained(parent: TrainingForkServer, folder: Path, name: str, **changed: object) -> Path:
-    """The folder of a run that was trained to its end."""
+    """The folder of a finished run."""
     file = config(folder, name, **changed)
-    assert parent.train(file) == 0, parent.said()
+    assert parent.train(file) == 0, parent.output()
     return folder / name / "run"
 
 
 def whole_and_again(parent: TrainingForkServer, folder: Path, **changed: object) -> tuple[Path, Path]:
-    """The folders of a run that was trained to its end, and of one beside it that was stopped and started again."""
+    """The folders of an uninterrupted run, and of one that was stopped and resumed."""
     whole = parent.start(config(folder, "whole", **changed))
     again = interrupted(parent, folder, "again", **changed)
-    assert parent.wait(whole) == 0, parent.said()
+    assert parent.wait(whole) == 0, parent.output()
     return folder / "whole" / "run", again
 
 
 def interrupted(parent: TrainingForkServer, folder: Path, name: str, **changed: object) -> Path:
-    """The same run, stopped by SIGTERM in the middle and started again."""
+    """Run it, stop it by SIGTERM in the middle, and resume it."""
     file = config(folder, name, **changed)
     pid = parent.start(file)
     wait_for(lambda: len(read_losses(folder / name / "run" / "losses.jsonl")) >= 3)
     os.kill(pid, signal.SIGTERM)
     code = parent.wait(pid)
-    assert code in (0, 128 + signal.SIGTERM), parent.said()
-    assert parent.train(file) == 0, parent.said()
+    assert code in (0, 128 + signal.SIGTERM), parent.output()
+    assert parent.train(file) == 0, parent.output()
     return folder / name / "run"
 
 
@@ -77,7 +77,7 @@ WAYS = {
 
 
 def changes(way: str) -> dict[str, dict[str, object]]:
-    """What is changed for a way of training: a short run with the way's own settings."""
+    """The configuration changes for one way of training: a short run with its settings."""
     both = {block: dict(values) for block, values in SHORT.items()}
     for block, values in WAYS[way].items():
         both[block] = {**both.get(block, {}), **values}
@@ -96,20 +96,20 @@ def test_a_run_stopped_by_a_signal_and_resumed_ends_with_the_same_bits(parent, t
 
 
 def del_intermediate(files: dict[str, bytes]) -> None:
-    """Checkpoints other than the last: a signal saves where nothing was due."""
+    """Remove all checkpoints but the last: a signal saves at another step."""
     last = max(name.split("/")[1] for name in files if name.startswith("checkpoints/"))
     for name in [n for n in files if n.startswith("checkpoints/") and not n.startswith(f"checkpoints/{last}/")]:
         del files[name]
 
 
-def test_a_validation_asked_for_in_the_middle_changes_no_bit_of_the_result(parent, tmp_path):
+def test_a_requested_validation_changes_no_bit_of_the_result(parent, tmp_path):
     whole = parent.start(config(tmp_path, "whole"))
     pid = parent.start(config(tmp_path, "asked"))
     run = tmp_path / "asked" / "run"
     wait_for(lambda: len(read_losses(run / "losses.jsonl")) >= 3)
     os.kill(pid, signal.SIGUSR1)
-    assert parent.wait(pid) == 0, parent.said()
-    assert parent.wait(whole) == 0, parent.said()
+    assert parent.wait(pid) == 0, parent.output()
+    assert parent.wait(whole) == 0, parent.output()
     asked = {name for name in artefacts(run) if name.startswith("samples/asked/")}
     assert asked, "the validation that was asked for was made"
     expected, found = artefacts(tmp_path / "whole" / "run"), artefacts(run)
@@ -123,23 +123,23 @@ def test_the_loss_log_has_the_windows_of_the_ramp_and_the_experts_in_turn(parent
     assert [line.samples for line in lines][-1] == sum(line.window for line in lines)
 
 
-def test_a_run_that_is_done_is_not_trained_again(parent, tmp_path):
+def test_a_finished_run_is_not_trained_again(parent, tmp_path):
     run = trained(parent, tmp_path, "whole", **SHORT)
     before = artefacts(run)
     assert parent.train(config(tmp_path, "whole", **SHORT)) == 0
     assert artefacts(run) == before
 
 
-def test_a_run_goes_on_from_an_older_checkpoint_that_is_named(parent, tmp_path):
+def test_a_run_resumes_from_an_older_checkpoint_that_is_named(parent, tmp_path):
     run = trained(parent, tmp_path, "whole", **SHORT)
     before = artefacts(run)
     older = sorted((run / "checkpoints").iterdir())[0]
-    assert parent.train(config(tmp_path, "whole", **SHORT), "--resume", str(older)) == 0, parent.said()
+    assert parent.train(config(tmp_path, "whole", **SHORT), "--resume", str(older)) == 0, parent.output()
     found = artefacts(run)
     assert {name: found[name] for name in before} == before
 
 
-def test_going_back_to_a_checkpoint_whose_log_is_lost_is_refused_and_sets_nothing_aside(parent, tmp_path):
+def test_resuming_from_a_checkpoint_whose_log_is_lost_is_refused_and_renames_nothing(parent, tmp_path):
     run = trained(parent, tmp_path, "whole", checkpoints={"keep": 9}, **SHORT)
     before = sorted(path.name for path in (run / "checkpoints").iterdir())
     (run / "losses.jsonl").write_text("")
@@ -147,15 +147,15 @@ def test_going_back_to_a_checkpoint_whose_log_is_lost_is_refused_and_sets_nothin
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
 
 
-def test_a_run_whose_files_changed_goes_on_and_says_so(parent, tmp_path):
+def test_a_run_whose_files_changed_resumes_with_a_warning(parent, tmp_path):
     run = trained(parent, tmp_path, "whole", **SHORT)
     assert parent.train(tmp_path / "whole.json") == 0 and "with other files" not in (run / "events.jsonl").read_text()
     shutil.copy(tmp_path / "data" / "train" / "001.png", tmp_path / "data" / "train" / "000.png")
-    assert parent.train(tmp_path / "whole.json") == 0, parent.said()
+    assert parent.train(tmp_path / "whole.json") == 0, parent.output()
     assert "was saved with other files in squares" in (run / "events.jsonl").read_text()
 
 
-def test_an_epoch_ends_with_a_window_that_is_short(parent, tmp_path):
+def test_an_epoch_may_end_with_a_short_window(parent, tmp_path):
     ramp = {"enable_batch_size_rampup": False, "initial_effective_batch_size": None}
     train = {"max_steps": None, "num_epochs": 1, "batch_size": 4}
     lines = read_losses(
@@ -164,8 +164,8 @@ def test_an_epoch_ends_with_a_window_that_is_short(parent, tmp_path):
     assert [line.window for line in lines] == [4, 2]
 
 
-def test_losses_that_are_no_numbers_end_the_run_with_their_samples_named(parent, tmp_path):
-    """A base whose last layer is broken: every window is left out, and the third ends the run."""
+def test_losses_that_are_not_finite_end_the_run_and_name_their_samples(parent, tmp_path):
+    """With a broken last layer every window is skipped, and the third ends the run."""
     base = tmp_path / "base"
     shutil.copytree(trained(parent, tmp_path, "whole", **SHORT) / "tiny-wan2.2", base)
     weights = base / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -174,16 +174,16 @@ def test_losses_that_are_no_numbers_end_the_run_with_their_samples_named(parent,
     save_file(tensors, weights, {"format": "pt"})
     file = config(tmp_path, "broken", **{**SHORT, "model": {"path": str(base), "experts": "high_noise"}})
     assert parent.train(file) == 1
-    said = " ".join(parent.said().split())
-    assert "squares/00" in said and "3 windows in a row were not finite (train.max_nonfinite)" in said
+    messages = " ".join(parent.output().split())
+    assert "squares/00" in messages and "3 windows in a row were not finite (train.max_nonfinite)" in messages
     lines = read_losses(tmp_path / "broken" / "run" / "losses.jsonl")
     assert len(lines) == 3 and all(math.isnan(line.loss) for line in lines)
 
 
-def test_events_and_decisions_say_what_happened(parent, tmp_path):
+def test_events_and_decisions_record_what_happened(parent, tmp_path):
     run = trained(parent, tmp_path, "whole", **SHORT)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    said = [event["message"] for event in events if event["event"] == "noted"]
-    assert any("GH200 gradient accumulation ramp enabled" in line for line in said)
+    messages = [event["message"] for event in events if event["event"] == "noted"]
+    assert any("GH200 gradient accumulation ramp enabled" in line for line in messages)
     decisions = {one["what"] for one in json.loads((run / "decisions.json").read_text())}
     assert {"model", "train.device", "train.steps", "trained.high_noise"} <= decisions

@@ -1,4 +1,4 @@
-"""How a run is set up: what cannot work is refused before anything is encoded, and entries are known by their maker."""
+"""How a run is set up: what cannot work is refused before encoding, and cache entries depend on their encoder."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ __all__ = ["tiny_wan", "tiny_wan_image_to_video"]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a sample too narrow for a patch": ({"validation": {"width": 50, "height": 32}}, "multiples of 16"),
     "a sample of three frames": ({"validation": {"frames": 3}}, "3 frames"),
-    "a picture with frames": ({"model": {"family": "flux"}, "validation": {"frames": 5}}, "takes pictures"),
+    "a picture with frames": ({"model": {"family": "flux"}, "validation": {"frames": 5}}, "takes RGB images"),
     "an adapter on a layer that is not there": (
         {"adapter": {"targets": ["to_x"]}},
-        "no module of high_noise is called",
+        "no module of high_noise has the name",
     ),
     "rates that start above their limit": (
         {"optimizer": {"name": "automagic", "learning_rate": 0.1}},
-        "where Automagic's rates start, is not between min_lr",
+        "learning rates start, is not between min_lr",
     ),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_the_model_cannot_do_is_refused_before_anything_is_encoded(
+def test_settings_that_the_model_cannot_do_are_refused_before_encoding(
     parent: TrainingForkServer, tmp_path: Path, what: str
 ) -> None:
     changed, why = REFUSED[what]
     assert parent.train(config(tmp_path, "a", **changed)) == 1
-    assert why in parent.said()
+    assert why in parent.output()
     assert not (tmp_path / "cache-a").exists() and not (tmp_path / "a" / "run" / "losses.jsonl").exists()
 
 
-def test_of_one_vae_image_to_video_and_text_to_video_have_entries_of_their_own(
+def test_image_to_video_and_text_to_video_of_one_vae_have_separate_cache_entries(
     tiny_wan: ModelSource, tiny_wan_image_to_video: ModelSource, tmp_path: Path
 ) -> None:
     wan, settings = load_family("wan2.2"), RunConfig.model_validate({"run": {"output_dir": tmp_path}})
@@ -66,33 +66,33 @@ def test_of_one_vae_image_to_video_and_text_to_video_have_entries_of_their_own(
 
 
 class RecordingSink:
-    """A sink that keeps what it is told."""
+    """A sink that records events."""
 
     def __init__(self) -> None:
-        self.said: list[Event] = []
+        self.events: list[Event] = []
 
     def emit(self, event: Event, /) -> None:
-        self.said.append(event)
+        self.events.append(event)
 
 
 def model_of_nothing() -> ModelDescription:
     return ModelDescription(ModelSource("nowhere"), "", (), frozenset(), 1.0, {})
 
 
-def test_samples_that_are_called_the_same_are_looked_at_once_for_prompts(tmp_path: Path) -> None:
-    """Each look decodes a whole clip where the model starts from a frame."""
+def test_equal_captions_are_decoded_once_for_validation_prompts(tmp_path: Path) -> None:
+    """Each sample decodes a whole clip if the model starts from a frame."""
     settings = load_config(config(tmp_path, "a")).config
     same = settings.datasets[0].model_copy(
         update={"captions": settings.datasets[0].captions.model_copy(update={"constant": "x"})}
     )
     part = settings.model_copy(update={"datasets": (same,)})
     with open_corpus(part, RunContext.silent(part.run.output_dir)) as corpus:
-        (only,) = _captioned_samples(corpus, replace(model_of_nothing(), starts_from_frame=True))
+        (only,) = _captioned_samples(corpus, replace(model_of_nothing(), needs_first_frame=True))
     assert only.caption == "x" and only.image is not None and only.image.shape == (32, 32, 3)
 
 
-def test_a_run_goes_on_with_the_commit_that_it_began_with_unless_a_revision_is_set(tmp_path: Path) -> None:
-    """A branch of the hub may have moved since: an adapter would go on on weights that it was not made for."""
+def test_a_resumed_run_uses_its_first_hub_commit_unless_a_revision_is_set(tmp_path: Path) -> None:
+    """A branch on the hub may have moved: the adapter would continue on weights that it was not trained on."""
     named = {"family": "wan2.2", "path": "nobody/has-this", "offline": True}
     for given, wanted in (({}, "revision abc"), ({"revision": "v2"}, "revision v2")):
         settings = RunConfig.model_validate({"model": {**named, **given}})
@@ -100,8 +100,8 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with_unless_a_revision_is_s
             open_model(settings, tmp_path, "abc")
 
 
-def test_settings_of_an_expert_that_the_model_has_not_are_refused_or_told(tmp_path: Path) -> None:
-    """A family with two experts has smaller models with one."""
+def test_settings_of_an_expert_that_the_model_lacks_are_refused_or_warned_of(tmp_path: Path) -> None:
+    """A family with two experts also has smaller models with one."""
     build_pipeline(TinyWan(kind="ti2v"), 0).save_pretrained(tmp_path / "5b")
     model = load_family("wan2.2").read_model(ModelSource(str(tmp_path / "5b")))
     named = {"family": "wan2.2", "path": str(tmp_path / "5b")}
@@ -111,9 +111,9 @@ def test_settings_of_an_expert_that_the_model_has_not_are_refused_or_told(tmp_pa
         require_expert_settings(both, model, sink)
     rates = {"name": "automagic", "high_noise_lr_bump": 1e-6, "low_noise_max_lr": 1e-3}
     require_expert_settings(RunConfig.model_validate({"model": named, "optimizer": rates}), model, sink)
-    assert {event.what for event in sink.said if isinstance(event, WarningEvent)} == {
+    assert {event.what for event in sink.events if isinstance(event, WarningEvent)} == {
         "optimizer.high_noise_lr_bump",
         "optimizer.low_noise_max_lr",
     }
     require_expert_settings(RunConfig.model_validate({"model": named, "adapter": {"rank": 2}}), model, sink)
-    assert len(sink.said) == 2, "what is said for all experts is said for this one"
+    assert len(sink.events) == 2, "what is events for all experts is events for this one"

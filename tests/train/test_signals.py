@@ -1,4 +1,4 @@
-"""Signals ask the loop to stop or to validate; afterwards they are whose they were."""
+"""Signals request the loop to stop or to validate; afterwards the previous handlers are restored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def send(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_signal_asks_to_save_and_stop_and_says_so(
+def test_the_first_signal_requests_save_and_stop_with_a_message(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with TrainingSignals() as signals:
@@ -40,12 +40,12 @@ def test_a_second_sigterm_changes_nothing(capfd: pytest.CaptureFixture[str]) -> 
     with TrainingSignals() as signals:
         send(signal.SIGTERM)
         send(signal.SIGTERM)
-        send(signal.SIGINT)  # the first of its kind: patience is still possible
+        send(signal.SIGINT)  # the first of its kind: saving is still possible
         assert signals.stop == "SIGTERM"
     assert capfd.readouterr().err.count("saving and stopping") == 1
 
 
-def test_sigusr1_asks_for_one_validation() -> None:
+def test_sigusr1_requests_one_validation() -> None:
     with TrainingSignals() as signals:
         assert not signals.pop_validate_request()
         send(signal.SIGUSR1)
@@ -54,7 +54,7 @@ def test_sigusr1_asks_for_one_validation() -> None:
         assert signals.stop is None
 
 
-def test_handlers_are_given_back() -> None:
+def test_previous_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in OURS]
     with pytest.raises(RuntimeError), TrainingSignals():
         assert [signal.getsignal(number) for number in OURS] != before
@@ -62,7 +62,7 @@ def test_handlers_are_given_back() -> None:
     assert [signal.getsignal(number) for number in OURS] == before
 
 
-def test_what_was_ignored_stays_ignored() -> None:
+def test_ignored_signals_stay_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with TrainingSignals() as signals:
@@ -85,7 +85,7 @@ def test_a_closed_standard_error_does_not_matter() -> None:
         os.close(kept)
 
 
-def test_only_the_main_thread_may() -> None:
+def test_only_the_main_thread_may_handle_signals() -> None:
     caught: list[BaseException] = []
 
     def work() -> None:

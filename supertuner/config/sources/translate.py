@@ -122,8 +122,8 @@ class SourceTranslator:
         dialect_path: str,
         prefix: str,
     ) -> None:
-        """Translate a block: `block_path` is its path in our tree, `dialect_path` its path in `dialect_keys`, and `prefix`
-        is prepended to its keys in messages."""
+        """Translate a block: `block_path` is its path in our tree, `dialect_path` its path in `dialect_keys`, and
+        `prefix` is prepended to its keys in messages."""
         for source_key, value in tree.items():
             name = source_key.removeprefix("--") if not block_path and not dialect_path else source_key
             path = f"{dialect_path}.{name}".lstrip(".")

@@ -88,11 +88,11 @@ def apply_colour_map(pixels_CHW: torch.Tensor, affine: AffineColourMap) -> None:
     pixels_CHW.copy_(mapped.round_().clamp_(0, 255).view(pixels_CHW.shape))
 
 
-def _hue_rotation(turns: float) -> NDArray[np.float64]:
+def _hue_rotation(fraction: float) -> NDArray[np.float64]:
     """A rotation around the grey axis, which leaves greys unchanged."""
-    if turns == 0:
+    if fraction == 0:
         return np.eye(3)
-    c, s = cos(2 * pi * turns), sin(2 * pi * turns)
+    c, s = cos(2 * pi * fraction), sin(2 * pi * fraction)
     rotation = np.array([[1, 0, 0], [0, c, -s], [0, s, c]])
     rgb_rotation: NDArray[np.float64] = np.linalg.inv(_TO_YIQ) @ rotation @ _TO_YIQ
     return rgb_rotation

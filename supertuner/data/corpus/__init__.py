@@ -50,7 +50,7 @@ def build_corpus(
     drop_last: bool = False,
     assign: Callable[[DatasetSettings, SampleCollection], BucketMembers] = assign_buckets,
 ) -> Corpus:
-    """Build the corpus. `assign` gives a dataset's buckets: `assign_buckets`, or `shared_bucket_members` with a home."""
+    """Build the corpus. `assign` gives a dataset's buckets: `assign_buckets`, or `shared_bucket_members` of a home."""
     corpus_datasets = tuple(
         _corpus_dataset(settings, samples, assign(settings, samples)) for settings, samples in datasets
     )

@@ -80,8 +80,10 @@ class ReferenceImages:
 def find_reference_images(
     settings: DatasetSettings, samples: SampleCollection, members: BucketMembers
 ) -> ReferenceImages | None:
-    """A dataset's reference images; None without `conditioning_dir`. Raises SourceError if a sample has none, or a broken
-    one."""
+    """A dataset's reference images; None without `conditioning_dir`.
+
+    Raises SourceError if a sample has none or a broken one.
+    """
     if settings.conditioning_dir is None:
         return None
     key_path = f"datasets[{settings.id}].conditioning_dir"

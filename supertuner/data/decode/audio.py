@@ -1,8 +1,8 @@
-"""Sound: the wanted stretch of a file as float32, channels first, at the wanted rate and number of channels.
+"""Decodes a segment of an audio file as float32 [channels, samples] at a target sample rate and channel count.
 
-WAV, FLAC, Ogg and MP3 go through libsndfile, which reads only the stretch and is the faster one where it matters (WAV:
-7 times), the rest through PyAV. Rates are changed by FFmpeg's resampler. One channel is copied to all that are wanted,
-several become one by their mean, and of more than are wanted the first are taken.
+libsndfile decodes WAV, FLAC, Ogg and MP3: it reads only the segment and is faster (7 times for WAV). PyAV decodes the
+other formats. FFmpeg's resampler changes the sample rate. Mono is copied to all target channels, several channels are
+averaged to mono, and of more channels than the target has, the first ones are used.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from supertuner.data.probe.sniff import HEAD_BYTES, sniff
 AudioArray = NDArray[np.float32]
 
 MARGIN_BEFORE_S, MARGIN_AFTER_S = 0.25, 0.05
-"""Read around the stretch and cut off again: a resampler's filter then meets sound and not silence at the edges, and
-MP3, whose frames borrow from earlier ones, has recovered from the jump."""
+"""Extra audio read around the segment and cut off after resampling, so that the resampler's filter does not see silence
+at the edges, and MP3, whose frames depend on earlier ones, has recovered from the seek."""
 
 MAX_MISSING_S = 0.1
-"""A stretch that ends so much early is filled with silence: codecs pad and cut a few milliseconds."""
+"""A segment that ends up to this much early is padded with silence, because codecs pad and cut a few milliseconds."""
 
 
 def decode_audio(payload: memoryview, begin_s: float, samples: int, rate: int, channels: int) -> AudioArray:
-    """`samples` of sound at `rate`, from `begin_s` on, as channels × samples."""
+    """`samples` samples at `rate` from `begin_s` on, as [channels, samples]."""
     margin_s = min(begin_s, MARGIN_BEFORE_S)
     read_s = margin_s + samples / rate + MARGIN_AFTER_S
     needs_av = sniff(bytes(payload[:HEAD_BYTES])) in ("mp4", "matroska", "aac")
@@ -44,7 +44,7 @@ def decode_audio(payload: memoryview, begin_s: float, samples: int, rate: int, c
 
 
 def mix_channels(audio: AudioArray, channels: int) -> AudioArray:
-    """The sound with that many channels."""
+    """Convert audio to a number of channels."""
     if audio.shape[0] == channels:
         return audio
     if channels == 1:
@@ -60,7 +60,7 @@ def _mix_to_mono(audio: AudioArray) -> AudioArray:
 
 
 def resample(audio: AudioArray, rate: int, target_rate: int) -> AudioArray:
-    """The sound at another rate; each channel by itself, so that any number of them is treated alike."""
+    """Resample audio, one channel at a time, so that any number of channels works."""
     if rate == target_rate:
         return audio
     return np.concatenate([_resample_mono(channel, rate, target_rate) for channel in audio])
@@ -89,17 +89,17 @@ def _read_with_soundfile(payload: memoryview, begin_s: float, length_s: float) -
 
 
 def _read_with_av(payload: memoryview, begin_s: float, length_s: float) -> tuple[AudioArray, int]:
-    """Decodes from the file's beginning: what compressed sound sounds like depends on what came before."""
+    """Decodes from the beginning of the file, because compressed audio depends on what precedes it."""
     import av
 
     parts: list[AudioArray] = []
     with av.open(MemoryviewFile(payload), mode="r", metadata_errors="replace") as container:
         if not container.streams.audio:
-            raise BrokenMediaError("no sound stream")
+            raise BrokenMediaError("no audio stream")
         stream = container.streams.audio[0]
         codec: Any = stream.codec_context
         if codec is None:
-            raise BrokenMediaError("a codec that FFmpeg does not know")
+            raise BrokenMediaError("FFmpeg does not support its codec")
         rate: int = codec.sample_rate
         begin, end = round(begin_s * rate), round(begin_s * rate) + ceil(length_s * rate)
         planar = av.AudioResampler(format="fltp", layout=codec.layout, rate=rate)
@@ -112,13 +112,13 @@ def _read_with_av(payload: memoryview, begin_s: float, length_s: float) -> tuple
             if at >= end:
                 break
     if not parts:
-        raise BrokenMediaError("holds no sound where some was expected")
+        raise BrokenMediaError("contains no audio in the requested segment")
     return _require_valid_audio(np.concatenate(parts, axis=1)), rate
 
 
 def _require_valid_audio(audio: AudioArray) -> AudioArray:
     if not audio.size:
-        raise BrokenMediaError("holds no sound where some was expected")
+        raise BrokenMediaError("contains no audio in the requested segment")
     if not np.isfinite(audio).all():
-        raise BrokenMediaError("holds values that are not numbers")
+        raise BrokenMediaError("contains values that are not finite")
     return audio

@@ -1,9 +1,9 @@
-"""Still pictures: JPEG, PNG or WebP bytes to RGB as a viewer shows it, 8 bits a colour.
+"""Decodes JPEG, PNG and WebP to 8-bit RGB as an image viewer shows them.
 
-JPEG goes through libjpeg-turbo (simplejpeg: 1.5 times as fast as Pillow here, the same bits); CMYK, anything unusual
-and the other formats through Pillow. Orientation is applied. Transparent pictures are laid on BACKGROUND. Colours with
-a profile other than sRGB are converted to sRGB; a profile that cannot be used is ignored. Of 16 bits the upper 8 are
-kept, rounded. Of a moving picture the first frame is taken.
+libjpeg-turbo decodes JPEG (by simplejpeg: 1.5 times as fast as Pillow here, with the same bits); Pillow decodes CMYK,
+unusual JPEG and the other formats. EXIF orientation is applied. Transparent images are composited over BACKGROUND.
+Colours with a profile other than sRGB are converted to sRGB; an unusable profile is ignored. 16-bit values are rounded
+to 8 bits. Of an animation, the first frame is used.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ if TYPE_CHECKING:
 RGBImage: TypeAlias = NDArray[np.uint8]
 
 BACKGROUND = (255, 255, 255)
-"""What shows through transparent pixels: white."""
+"""Colour behind transparent pixels: white."""
 
 MIN_REDUCED_SCALE = 2
-"""A JPEG may be decoded at 1/2, 1/4 or 1/8 of its size if this many times the size that is wanted remains."""
+"""A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if at least this many times the target size remains."""
 
 
 def decode_image(payload: memoryview, target_size: tuple[int, int] | None = None) -> RGBImage:
-    """The picture as HWC. With `wanted` (width, height) it may come smaller, never below REDUCING_GAP times that."""
+    """The image as [H, W, C]. With `target_size` (width, height) it may be smaller than stored, but not smaller than
+    MIN_REDUCED_SCALE times that."""
     info = probe(payload, MediaKind.IMAGE)
-    with _open_with_pillow(info.format, payload) as picture:
-        profile = _non_srgb_profile(picture)
+    with _open_with_pillow(info.format, payload) as image:
+        profile = _non_srgb_profile(image)
         if info.format == "jpeg" and profile is None:
             reduction = _reduction_factor(info.width, info.height, target_size)
             stored = _decode_with_turbojpeg(payload, reduction)
             if stored is not None:
                 return apply_orientation(stored, info.orientation)
-        return apply_orientation(_decode_with_pillow(picture, profile), info.orientation)
+        return apply_orientation(_decode_with_pillow(image, profile), info.orientation)
 
 
 def _open_with_pillow(format: str, payload: memoryview) -> Image:
-    """The picture's header, by Pillow. `Image.open` would warn of bombs at half the size that `probe` accepts."""
+    """Read the header with Pillow. `Image.open` would warn of bombs at half the size that `probe` accepts."""
     from PIL.JpegImagePlugin import JpegImageFile
     from PIL.PngImagePlugin import PngImageFile
     from PIL.WebPImagePlugin import WebPImageFile
@@ -74,7 +75,7 @@ def _reduction_factor(width: int, height: int, target_size: tuple[int, int] | No
 
 
 def _decode_with_turbojpeg(payload: memoryview, reduction: int) -> RGBImage | None:
-    """None where Pillow should try: other colour spaces, and files with faults that may or may not matter."""
+    """None if Pillow should decode it instead: other colour spaces, and files with possibly harmless faults."""
     import simplejpeg
 
     height, width, color_space, _ = simplejpeg.decode_jpeg_header(payload)
@@ -83,37 +84,37 @@ def _decode_with_turbojpeg(payload: memoryview, reduction: int) -> RGBImage | No
     min_size = {} if reduction == 1 else {"min_width": -(-width // reduction), "min_height": -(-height // reduction)}
     try:
         decoded: RGBImage = simplejpeg.decode_jpeg(payload, **min_size)
-    except ValueError:  # libjpeg warned or failed; Pillow passes over warnings and says what a failure is
+    except ValueError:  # libjpeg warned or failed; Pillow ignores warnings and explains failures
         return None
     return decoded
 
 
-def _decode_with_pillow(picture: Image, profile: Any) -> RGBImage:
+def _decode_with_pillow(image: Image, profile: Any) -> RGBImage:
     from PIL import Image
 
-    picture.load()
-    if picture.mode.startswith("I") or picture.mode == "F":
-        return _decode_deep_grey(picture)
-    if picture.has_transparency_data:
-        layer = picture.convert("RGBA")
-        picture = Image.new("RGB", picture.size, BACKGROUND)
-        picture.paste(layer, mask=layer.getchannel("A"))
+    image.load()
+    if image.mode.startswith("I") or image.mode == "F":
+        return _decode_deep_grey(image)
+    if image.has_transparency_data:
+        layer = image.convert("RGBA")
+        image = Image.new("RGB", image.size, BACKGROUND)
+        image.paste(layer, mask=layer.getchannel("A"))
     if profile is not None:
-        picture = _convert_to_srgb(picture, profile)
-    return np.array(picture.convert("RGB"))
+        image = _convert_to_srgb(image, profile)
+    return np.array(image.convert("RGB"))
 
 
-def _decode_deep_grey(picture: Image) -> RGBImage:
-    values = np.asarray(picture).astype(np.float64)
+def _decode_deep_grey(image: Image) -> RGBImage:
+    values = np.asarray(image).astype(np.float64)
     if values.min() < 0 or values.max() > 65535:
-        raise BrokenMediaError(f"grey values from {values.min():g} to {values.max():g}; 0 to 65535 can be used")
+        raise BrokenMediaError(f"grey values from {values.min():g} to {values.max():g}; only 0 to 65535 are supported")
     grey = np.rint(values / 257).astype(np.uint8)
     return np.repeat(grey[:, :, None], 3, axis=2)
 
 
-def _non_srgb_profile(picture: Image) -> Any:
-    """The picture's colour profile, if it has one that can be read and is not sRGB itself."""
-    embedded = picture.info.get("icc_profile")
+def _non_srgb_profile(image: Image) -> Any:
+    """The image's colour profile; None if it has none, an unreadable one, or sRGB."""
+    embedded = image.info.get("icc_profile")
     if not embedded:
         return None
     from PIL import ImageCms
@@ -121,24 +122,24 @@ def _non_srgb_profile(picture: Image) -> Any:
     try:
         profile = ImageCms.ImageCmsProfile(BytesIO(embedded))
         return None if "srgb" in ImageCms.getProfileDescription(profile).lower() else profile
-    except (ImageCms.PyCMSError, OSError):  # a damaged profile says nothing about the pixels
+    except (ImageCms.PyCMSError, OSError):  # a damaged profile does not make the pixels unusable
         return None
 
 
-def _convert_to_srgb(picture: Image, profile: Any) -> Image:
+def _convert_to_srgb(image: Image, profile: Any) -> Image:
     from PIL import ImageCms
 
     color_mode = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}.get(profile.profile.xcolor_space)
-    if color_mode is None or (picture.mode != color_mode and "CMYK" in (picture.mode, color_mode)):
-        return picture
+    if color_mode is None or (image.mode != color_mode and "CMYK" in (image.mode, color_mode)):
+        return image
     try:
         converted = ImageCms.profileToProfile(
-            picture if picture.mode == color_mode else picture.convert(color_mode),
+            image if image.mode == color_mode else image.convert(color_mode),
             profile,
             ImageCms.createProfile("sRGB"),
             renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
             outputMode="RGB",
         )
-    except ImageCms.PyCMSError:  # a profile that cannot be applied says nothing about the pixels
-        return picture
-    return picture if converted is None else converted
+    except ImageCms.PyCMSError:  # a profile that cannot be applied does not make the pixels unusable
+        return image
+    return image if converted is None else converted

@@ -1,7 +1,7 @@
-"""Crop and resize in one step: the largest part of a picture that has the bucket's ratio, brought to the bucket's size.
+"""Crops the largest part of an image that has the bucket's aspect ratio, and resizes it to the bucket's size.
 
-Filters are antialiased. Where torch has the filter for 8-bit pictures it is used: vectorised, about four times as fast
-as Pillow, and within 3 of 255 of its result (with a mean difference below 0.01); "area" is Pillow's box filter.
+Filters are antialiased. Torch resizes if it has the filter for 8-bit images: vectorised, about four times as fast as
+Pillow, and within 3 of 255 of its result (mean difference below 0.01). "area" is Pillow's box filter.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import torch
 
 LANCZOS_TORCH_VERSION = (2, 13)
-"""The torch that resizes 8-bit pictures by Lanczos, on AVX2 and NEON (pytorch pull request 177320)."""
+"""The first torch version with Lanczos for 8-bit images, on AVX2 and NEON (PyTorch pull request 177320)."""
 
 ResizeFilter: TypeAlias = Literal["lanczos", "bicubic", "bilinear", "area"]
 
 
 @dataclass(frozen=True, slots=True)
 class CropBox:
-    """A part of a picture, in whole pixels."""
+    """A rectangle of an image, in whole pixels."""
 
     left: int
     top: int
@@ -32,9 +32,9 @@ class CropBox:
 
 
 def crop_box(width: int, height: int, target_width: int, target_height: int, crop_x: float, crop_y: float) -> CropBox:
-    """The largest part of width × height with the ratio of to_width × to_height (to the nearest pixel).
+    """The largest rectangle of width × height with the target's aspect ratio (to the nearest pixel).
 
-    `across` and `down`, from 0 to 1, say where it lies in what is cut off.
+    `crop_x` and `crop_y`, from 0 to 1, are its position within the margin that is cut off.
     """
     if width * target_height > height * target_width:
         crop_width, crop_height = max(1, round(height * target_width / target_height)), height
@@ -47,12 +47,12 @@ def crop_box(width: int, height: int, target_width: int, target_height: int, cro
 
 
 def crop_and_resize(
-    picture_HWC: NDArray[np.uint8], box: CropBox, width: int, height: int, resize_filter: ResizeFilter
+    image_HWC: NDArray[np.uint8], box: CropBox, width: int, height: int, resize_filter: ResizeFilter
 ) -> torch.Tensor:
-    """The part `box` of an RGB picture at width × height, as uint8 CHW."""
+    """The part `box` of an RGB image, resized to width × height, as uint8 [C, H, W]."""
     import torch
 
-    crop = picture_HWC[box.top : box.top + box.height, box.left : box.left + box.width]
+    crop = image_HWC[box.top : box.top + box.height, box.left : box.left + box.width]
     if (box.width, box.height) == (width, height):
         return torch.from_numpy(np.ascontiguousarray(crop)).permute(2, 0, 1)
     if not torch_supports_filter(resize_filter):
@@ -63,7 +63,7 @@ def crop_and_resize(
 
 
 def torch_supports_filter(resize_filter: ResizeFilter) -> bool:
-    """Whether this torch resizes 8-bit pictures by the filter."""
+    """Whether the installed torch supports the filter for 8-bit images."""
     import torch
 
     if resize_filter != "lanczos":
@@ -83,5 +83,5 @@ def _resize_with_pillow(
         "bilinear": Image.Resampling.BILINEAR,
         "area": Image.Resampling.BOX,
     }
-    picture = Image.fromarray(np.ascontiguousarray(part_HWC)).resize((width, height), filters[resize_filter])
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+    image = Image.fromarray(np.ascontiguousarray(part_HWC)).resize((width, height), filters[resize_filter])
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

@@ -1,1 +1,1 @@
-"""Which sample comes when, and in which shape: pure functions of seed, epoch and samples."""
+"""Assigns samples to buckets and orders them: pure functions of seed, epoch and samples."""

@@ -1,4 +1,4 @@
-"""From a dataset's settings to its table of buckets, and from its samples' measures to their numbers in it. Pure."""
+"""Derives a dataset's table of buckets from its settings, and each sample's bucket from its metadata. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RGB_CHANNELS = 3
 
 
 def bucket_table(settings: DatasetSettings) -> tuple[Bucket, ...]:
-    """Every bucket that the settings allow; `bucket_numbers` counts through it."""
+    """Every bucket that the settings allow; `bucket_indices` gives indices into it."""
     kind = settings.dataset_type
     if kind is MediaKind.AUDIO:
         audio = settings.audio
@@ -43,7 +43,7 @@ def bucket_table(settings: DatasetSettings) -> tuple[Bucket, ...]:
 
 
 def bucket_indices(settings: DatasetSettings, metadata: MediaMetadataSlice) -> list[Int32Array]:
-    """Each sample's number in `bucket_table`, or NO_BUCKET; one column, or one for each resolution."""
+    """Each sample's index in `bucket_table`, or NO_BUCKET; one array, or one per resolution."""
     if settings.dataset_type is MediaKind.AUDIO:
         return [audio_steps(metadata.seconds, settings.audio.step_seconds, settings.audio.max_seconds) - np.int32(1)]
     columns = size_indices(metadata.width, metadata.height, size_rule(settings))
@@ -60,19 +60,18 @@ def bucket_indices(settings: DatasetSettings, metadata: MediaMetadataSlice) -> l
 
 
 def no_bucket_reason(settings: DatasetSettings, metadata: MediaMetadataSlice, row: int) -> str:
-    """Why a sample has no bucket, in words that say what to change."""
+    """Why a sample has no bucket, and which setting to change."""
     if settings.dataset_type is MediaKind.AUDIO:
         seconds, step = float(metadata.seconds[row]), settings.audio.step_seconds
-        return f"{seconds:.3g} s is shorter than audio.step_seconds {step:g}; lower it to use the sound"
+        return f"{seconds:.3g} s is shorter than audio.step_seconds {step:g}; lower it to use this file"
     if settings.dataset_type is MediaKind.VIDEO:
         available = int(frames_available(metadata.frames, metadata.fps, settings.fps)[row])
         if available < min(settings.frames):
             rate = "" if settings.fps is None else f" at {settings.fps:g} fps"
-            return (
-                f"{available} frames{rate} are fewer than the smallest of frames, {min(settings.frames)}; add a smaller"
-            )
+            smallest = min(settings.frames)
+            return f"{available} frames{rate} are fewer than the smallest of frames, {smallest}; add a smaller one"
     size = f"{metadata.width[row]}×{metadata.height[row]}"
-    return f"{size} fills no bucket (bucket_step {settings.bucket_step}), and upscale is false"
+    return f"{size} is smaller than every bucket (bucket_step {settings.bucket_step}), and upscale is false"
 
 
 def size_rule(settings: DatasetSettings) -> SizeRule:

@@ -1,7 +1,7 @@
-"""Which samples are in which bucket, as one table that all processes of a node share: ascending within a bucket.
+"""BucketMembers: the samples of each bucket, in ascending order, as one table that all processes of a node share.
 
-The table is a few bytes per sample; that of a large dataset lies in an arena of its own beside the dataset's, made by
-the process that comes first, so that no further process pays for it.
+The table takes a few bytes per sample. For a large dataset, the first process writes it into a separate arena next to
+the dataset's, and the other processes map it.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from supertuner.data.ordering.buckets import NO_BUCKET, Bucket, Int32Array
 from supertuner.data.ordering.sample_collection import SampleCollection, slice_metadata
 
 BLOCK_SAMPLES = 1 << 18
-"""Samples assigned at once: small enough for the CPU's cache, large enough that numpy's cost per call vanishes."""
+"""Samples assigned at once: small enough for the CPU's cache, large enough to amortise numpy's cost per call."""
 
 SHARED_MIN_ENTRIES = 1 << 18
-"""Datasets with fewer entries keep the table to themselves: an arena would cost more than the megabyte it saves."""
+"""Datasets with fewer entries are not shared: an arena would cost more than the megabyte it saves."""
 
 TABLE_VERSION = 1
 
 BUILD_WAIT_S = 600.0
-"""Longest wait for another process that makes the table; it takes seconds."""
+"""Longest wait for another process that builds the table, which takes seconds."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BucketMembers:
     buckets: tuple[Bucket, ...]
-    """Those that have samples."""
+    """The buckets that have samples."""
     offsets: NDArray[np.int64]
-    """Where each bucket's samples begin in `samples`, and at the end their number."""
+    """For each bucket, where its samples begin in `samples`; the last element is their total number."""
     samples: NDArray[np.uint32]
     unassigned: NDArray[np.uint32]
-    """Samples that have no bucket."""
+    """Samples without a bucket."""
 
     def samples_in(self, bucket_index: int) -> NDArray[np.uint32]:
         return self.samples[self.offsets[bucket_index] : self.offsets[bucket_index + 1]]
 
 
 def assign_buckets(settings: DatasetSettings, samples: SampleCollection) -> BucketMembers:
-    """The table of a dataset, computed: about a tenth of a second for each million samples."""
+    """Compute the table of a dataset; takes about 0.1 s per million samples."""
     columns = _bucket_index_columns(settings, samples)
     table = bucket_table(settings)
     samples_by_bucket: dict[Bucket, list[NDArray[np.uint32]]] = {}
     for column in columns:
         order = np.argsort(_narrow(column), kind="stable").astype(np.uint32)
         ends = np.cumsum(np.bincount(column - NO_BUCKET))
-        for number, (begin, end) in enumerate(pairwise(ends)):  # those without a bucket come first, and are left out
+        for number, (begin, end) in enumerate(pairwise(ends)):  # NO_BUCKET sorts first and is skipped
             if end > begin:
                 samples_by_bucket.setdefault(table[number], []).append(order[begin:end])
-    # Neighbouring resolutions can share a size: a sample is in a bucket once.
+    # Neighbouring resolutions can share a size, but a bucket contains a sample only once.
     parts = [
         parts_of_bucket[0] if len(parts_of_bucket) == 1 else np.unique(np.concatenate(parts_of_bucket))
         for parts_of_bucket in samples_by_bucket.values()
@@ -81,7 +81,7 @@ def shared_bucket_members(
     life: ArenaLifetime = "until_removed",
     shared_min_entries: int = SHARED_MIN_ENTRIES,
 ) -> BucketMembers:
-    """The table of a dataset; of a large one, mapped from the arena that the first process makes."""
+    """The table of a dataset. That of a large dataset is mapped from an arena, which the first process builds."""
     if len(samples) * len(settings.resolution) < shared_min_entries:
         return assign_buckets(settings, samples)
     table = bucket_table(settings)
@@ -100,13 +100,13 @@ def shared_bucket_members(
 
 
 def _map_members(reader: ArenaReader, table: tuple[Bucket, ...]) -> BucketMembers:
-    with reader:  # views keep the memory; the lock need not last
+    with reader:  # the views keep the memory mapped; the lock can be released
         buckets = tuple(table[table_index] for table_index in reader.table("buckets"))
         return BucketMembers(buckets, reader.table("begins"), reader.table("samples"), reader.table("left_out"))
 
 
 def bucket_arena_name(settings: DatasetSettings, samples: SampleCollection) -> str:
-    """The arena's name says whose table it is and what it depends on: the staged samples and the rules of buckets."""
+    """The dataset's id and a digest of what the table depends on: the staged samples and the bucket settings."""
     fields = {"resolution", "resolution_mode", "bucket_step", "max_aspect_ratio", "upscale", "frames", "fps", "audio"}
     rules: dict[str, Any] = settings.model_dump(mode="json", include=fields)
     rules |= {"kind": settings.dataset_type, "version": TABLE_VERSION, "of": samples.fingerprint}
@@ -115,7 +115,7 @@ def bucket_arena_name(settings: DatasetSettings, samples: SampleCollection) -> s
 
 
 def _bucket_index_columns(settings: DatasetSettings, samples: SampleCollection) -> list[Int32Array]:
-    """The columns of bucket numbers, block by block."""
+    """The arrays of `bucket_indices`, computed block by block."""
     blocks = [
         bucket_indices(settings, slice_metadata(samples, begin, min(begin + BLOCK_SAMPLES, len(samples))))
         for begin in range(0, max(1, len(samples)), BLOCK_SAMPLES)
@@ -124,7 +124,7 @@ def _bucket_index_columns(settings: DatasetSettings, samples: SampleCollection) 
 
 
 def _narrow(column: Int32Array) -> NDArray[np.int16] | Int32Array:
-    """Numpy sorts 16-bit numbers by radix: five times as fast."""
+    """As 16-bit integers if possible: numpy sorts them by radix, five times as fast."""
     small = not column.size or int(column.max()) <= np.iinfo(np.int16).max
     return column.astype(np.int16) if small else column
 

@@ -1,7 +1,7 @@
-"""Which shape a sample is brought to: pure; every sample has one bucket (per resolution) or a reason for having none.
+"""Buckets: the shapes that samples are resized to, and which shape a sample of a given size gets. Pure.
 
-Ratios are compared with IEEE divisions and square roots, which round alike everywhere: a sample's bucket does not
-depend on the machine, on the other samples, or on the order in which any of them came.
+Aspect ratios are compared with IEEE divisions and square roots, which round identically everywhere, so a sample's
+bucket does not depend on the machine, on the other samples, or on their order.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from supertuner.core.types import MediaKind
 Int32Array = NDArray[np.int32]
 
 NO_BUCKET = -1
-"""In an array of bucket numbers: this sample fits none."""
+"""In an array of bucket indices: this sample fits no bucket."""
 
 AREA_TOLERANCE = Fraction(1, 5)
-"""Of resolution²: with sides of only a few steps, some ratios have no size of about the right area."""
+"""How far a bucket's area may differ from resolution², relatively. With sides of only a few steps, some aspect ratios
+have no size of about the right area."""
 
 LADDER_RATIO = Fraction(7, 8)
-"""Where samples are not enlarged, each smaller resolution is about this share of the one before."""
+"""Without upscaling, each resolution of the ladder is about this fraction of the one before."""
 
 FRAME_TOLERANCE = 1e-3
-"""Of a frame: 80.9999 frames are 81, whatever the rounding of a header's rate."""
+"""In frames: 80.9999 frames count as 81, because headers round the frame rate."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """The shape of a sample. What has no meaning for its kind is 0."""
+    """The shape of a sample. Fields that have no meaning for its kind are 0."""
 
     kind: MediaKind
     width: int = 0
@@ -46,7 +47,7 @@ class Bucket:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one sample: CHW, CFHW or CT."""
+        """Shape of one sample: [C, H, W], [C, F, H, W] or [C, T]."""
         if self.kind is MediaKind.AUDIO:
             return (self.channels, self.samples)
         if self.kind is MediaKind.VIDEO:
@@ -65,8 +66,8 @@ class Bucket:
 def bucket_sizes(resolution: int, step: int, max_ratio: float) -> tuple[tuple[int, int], ...]:
     """Width and height of the buckets of one resolution, from the tallest to the widest.
 
-    Sides are multiples of `step`; for every width there is the height that brings the area closest to resolution²,
-    and the other way round, where that is close enough; the square is always there.
+    Sides are multiples of `step`. For every width there is the height that brings the area closest to resolution², and
+    vice versa, if the area is within AREA_TOLERANCE. The square is always included.
     """
     square = max(1, _round_half_up(Fraction(resolution, step)))
     sizes_in_steps = {(square, square)}
@@ -81,7 +82,7 @@ def bucket_sizes(resolution: int, step: int, max_ratio: float) -> tuple[tuple[in
 
 
 def resolution_ladder(resolutions: Sequence[int], step: int, upscale: bool) -> tuple[int, ...]:
-    """Resolutions to try, largest first: those asked for and, where samples are not enlarged, smaller ones too."""
+    """Resolutions to try, largest first: the requested ones and, without upscaling, also smaller ones."""
     rungs = set(resolutions)
     next_rung = Fraction(min(resolutions))
     while not upscale and next_rung > step:
@@ -91,9 +92,9 @@ def resolution_ladder(resolutions: Sequence[int], step: int, upscale: bool) -> t
 
 
 def nearest_size(width: Int32Array, height: Int32Array, table: Sequence[tuple[int, int]]) -> Int32Array:
-    """For each sample the number of the size whose ratio is nearest (by its logarithm); a tie goes to the taller one.
+    """For each sample the index of the size with the nearest aspect ratio (by logarithm); in a tie, the taller one.
 
-    Among sizes of one ratio the larger area wins.
+    Among sizes with equal aspect ratio, the larger one.
     """
     ratios = np.array([w / h for w, h in table])
     keep = np.array([i for i in range(len(table)) if i + 1 == len(table) or ratios[i] != ratios[i + 1]])
@@ -102,32 +103,33 @@ def nearest_size(width: Int32Array, height: Int32Array, table: Sequence[tuple[in
 
 
 def covers_size(width: Int32Array, height: Int32Array, size: Int32Array) -> NDArray[np.bool_]:
-    """Whether each sample covers its size (rows of width, height) without being enlarged."""
+    """Whether each sample covers its size (rows of width, height) without upscaling."""
     return (width >= size[:, 0]) & (height >= size[:, 1])
 
 
 @dataclass(frozen=True, slots=True)
 class SizeRule:
-    """How the width and height of a dataset's samples are chosen."""
+    """The settings that determine the width and height of a dataset's samples."""
 
     resolutions: tuple[int, ...]
     step: int
     max_ratio: float
     upscale: bool
     every_resolution: bool
-    """Use a sample at every resolution, not only at the best one."""
+    """Whether a sample is used at every resolution instead of only at the best one."""
 
     def size_tables(self) -> dict[int, tuple[tuple[int, int], ...]]:
-        """The sizes of each resolution, largest resolution first; numbers count through all of them."""
+        """The sizes of each resolution, largest resolution first. Size indices count through all tables."""
         rungs = resolution_ladder(self.resolutions, self.step, self.upscale)
         return {rung: bucket_sizes(rung, self.step, self.max_ratio) for rung in rungs}
 
 
 def size_indices(width: Int32Array, height: Int32Array, rule: SizeRule) -> list[Int32Array]:
-    """Each sample's number in the rule's tables: at the best resolution, or one column for each resolution.
+    """Each sample's index in the rule's tables: at the best resolution, or one array per requested resolution.
 
-    The best is the largest that the sample fills without being enlarged, else the smallest. Where samples are not
-    enlarged, the ladder goes on below the smallest, down to the step itself; a shorter side fits nothing.
+    The best resolution is the largest one that the sample covers without upscaling, else the smallest. Without
+    upscaling, the ladder continues below the smallest requested resolution down to `step`; a sample with a side shorter
+    than `step` fits no bucket.
     """
     tables = rule.size_tables()
     begin, smallest_rung = 0, min(tables)
@@ -149,13 +151,13 @@ def size_indices(width: Int32Array, height: Int32Array, rule: SizeRule) -> list[
 
 
 def _each_or_best(columns: list[Int32Array], best: Int32Array) -> list[Int32Array]:
-    """A sample that no asked resolution takes goes to the best one below them, once."""
+    """A sample that fits no requested resolution is used once, at the best one below them."""
     unassigned = np.all([column == NO_BUCKET for column in columns], axis=0)
     return [*columns[:-1], np.where(unassigned, best, columns[-1])]
 
 
 def frames_available(frames: Int32Array, fps: NDArray[np.float32], target_fps: float | None) -> NDArray[np.int64]:
-    """Frames that a clip gives at `target_fps`; a clip of unknown rate is taken as it is."""
+    """Frames that a clip has at `target_fps`; a clip of unknown frame rate keeps its frames."""
     if target_fps is None:
         return frames.astype(np.int64)
     rate = np.where(fps > 0, target_fps / np.where(fps > 0, fps, 1).astype(np.float64), 1.0)
@@ -164,17 +166,16 @@ def frames_available(frames: Int32Array, fps: NDArray[np.float32], target_fps: f
 
 
 def frame_bucket_indices(available: NDArray[np.int64], choices: Sequence[int]) -> Int32Array:
-    """The number, in sorted `choices`, of the largest that a clip can fill; NO_BUCKET where it is too short for all."""
+    """Index, in sorted `choices`, of the largest one that a clip can fill; NO_BUCKET if it is too short for all."""
     return (np.searchsorted(np.array(sorted(choices)), available, side="right") - 1).astype(np.int32)
 
 
 def audio_steps(seconds: NDArray[np.float32], step_seconds: float, max_seconds: float) -> Int32Array:
-    """Whole steps that each sound fills, up to the most that max_seconds holds; 0 where it is too short for one."""
+    """Whole steps that each audio file fills, limited to those in max_seconds; 0 if it is too short for one."""
     max_steps = floor(max_seconds / step_seconds + 1e-6)
     steps: Int32Array = np.minimum(np.floor(seconds / step_seconds + 1e-4), max_steps).astype(np.int32)
     return steps
 
 
 def _round_half_up(value: Fraction) -> int:
-    """Rounded, a half upwards."""
     return floor(value + Fraction(1, 2))

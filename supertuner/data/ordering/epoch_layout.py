@@ -1,7 +1,8 @@
-"""How one epoch is cut and shuffled: pure arithmetic between its positions and its groups' draws, both ways.
+"""Layout of one epoch: pure arithmetic from a position in the epoch to a group's draw, and back.
 
-A group's draws of the epoch are cut into chunks of the batch size; a keyed bijection puts the chunks of all groups
-into slots. Only a group's last chunk can be short, so there are at most as many corrections as groups.
+Each group's draws are split into chunks of the batch size, and a keyed bijection assigns the chunks of all groups to
+slots. Without short chunks, position // batch_size would be the slot. Only the last chunk of a group can be short, so
+at most one correction per group is needed, and positions are computed without storing the permutation.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ I64 = NDArray[np.int64]
 class EpochLayout:
     epoch: int
     begin: int
-    """Global position of the epoch's first sample; all other positions here count from it."""
+    """Global position of the epoch's first sample. All other positions here are relative to it."""
     length: int
     batch_size: int
     key: int
     stream_begin: I64
-    """For each group, the place in its stream where the epoch begins."""
+    """For each group, the index in its stream of draws at which the epoch begins."""
     chunk_begin: I64
-    """For each group its first chunk, and at the end the number of chunks."""
+    """For each group the index of its first chunk; the last element is the number of chunks."""
     short_slots: I64
     """Slots of the short chunks, ascending."""
     short_ends: I64
-    """Positions where those chunks end."""
+    """Positions at which these chunks end."""
     missing_before: I64
-    """For each i, how many samples the first i short chunks lack."""
+    """For each i, how many samples the first i short chunks have fewer than full ones."""
 
     @property
     def slot_count(self) -> int:
@@ -44,20 +45,21 @@ class EpochLayout:
         return self.slot_and_offset(position)[0]
 
     def slot_begin(self, slot: I64) -> I64:
-        """Position where a slot begins; the slot after the last begins at the epoch's end."""
+        """Position at which a slot begins; for the slot after the last one, the epoch's length."""
         return slot * self.batch_size - self.missing_before[np.searchsorted(self.short_slots, slot, side="left")]
 
     def position_of(self, group: I64, stream_index: I64) -> I64:
-        """Position of each place in the groups' streams: the inverse of `locate`."""
+        """Position of each draw, given by group and index in the group's stream: the inverse of `locate_positions`."""
         chunk_in_group, offset = np.divmod(stream_index - self.stream_begin[group], self.batch_size)
         slot = inverse(*self.permutation_args(self.chunk_begin[group] + chunk_in_group)).astype(np.int64)
         return self.slot_begin(slot) + offset
 
     def slot_and_offset(self, position: I64) -> tuple[I64, I64]:
-        """The slot of each position, and its offset there."""
+        """The slot of each position, and the offset within the slot."""
         return np.divmod(self._padded_position(position), self.batch_size)
 
     def stream_index(self, chunk: I64, offset: I64) -> tuple[I64, I64]:
+        """Group and index in the group's stream of each draw, given by chunk and offset within the chunk."""
         group = np.searchsorted(self.chunk_begin, chunk, side="right") - 1
         return group, self.stream_begin[group] + (chunk - self.chunk_begin[group]) * self.batch_size + offset
 
@@ -65,13 +67,15 @@ class EpochLayout:
         return _permutation_args(index, self.slot_count, self.key)
 
     def _padded_position(self, position: I64) -> I64:
-        """The position as it would be if every chunk before it were full."""
+        """The position that each position would have if every chunk before it were full."""
         return position + self.missing_before[np.searchsorted(self.short_ends, position, side="right")]
 
 
 def locate_positions(parts: Sequence[tuple[EpochLayout, I64]]) -> tuple[I64, I64]:
-    """Group, and place in the group's stream, of positions in several epochs, one after the other. The network's cost
-    is per call, and short epochs are many: all of them go through it together."""
+    """Group and index in the group's stream of positions in several epochs, concatenated.
+
+    All epochs share one call of `permute`, because its cost is per call and short epochs are many.
+    """
     slots_and_offsets = [layout.slot_and_offset(position) for layout, position in parts]
     permutation_args = [
         layout.permutation_args(slot) for (layout, _), (slot, _) in zip(parts, slots_and_offsets, strict=True)
@@ -87,11 +91,11 @@ def locate_positions(parts: Sequence[tuple[EpochLayout, I64]]) -> tuple[I64, I64
 
 
 def build_epoch_layout(epoch: int, begin: int, batch_size: int, key: int, stream_begin: I64, draws: I64) -> EpochLayout:
-    """The layout of an epoch that takes `draws[g]` draws of each group g, from place `first[g]` of its stream on."""
+    """Layout of an epoch that takes `draws[g]` draws of each group g, from index `stream_begin[g]` of its stream."""
     chunks = -(-draws // batch_size)
     chunk_begin = np.concatenate([[0], np.cumsum(chunks)])
     short = np.flatnonzero(draws % batch_size)
-    slots = short  # none, and then nothing need be asked of the network
+    slots = short  # empty: no slot to compute
     if len(short):
         slots = inverse(*_permutation_args(chunk_begin[short + 1] - 1, int(chunk_begin[-1]), key)).astype(np.int64)
     by_slot = np.argsort(slots)
@@ -112,5 +116,5 @@ def build_epoch_layout(epoch: int, begin: int, batch_size: int, key: int, stream
 
 
 def _permutation_args(index: I64, size: int, key: int) -> tuple[U64, U64, U64]:
-    """Arguments of `permute` and `inverse` for numbers of one domain under one key."""
+    """Arguments of `permute` and `inverse` for indices of one domain under one key."""
     return index.astype(np.uint64), np.full(index.shape, size, np.uint64), np.full(index.shape, key, np.uint64)

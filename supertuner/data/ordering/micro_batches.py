@@ -1,4 +1,4 @@
-"""A window of the order cut for training: pure; whatever the cut, each position of the window is used exactly once."""
+"""Splits a window into shares of ranks and micro-batches; each position is used exactly once. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from supertuner.data.ordering.sample_order import SampleDraws, SampleOrder
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MicroBatch:
-    """Samples of one bucket that go through the model together, in the order of their positions."""
+    """Samples of one bucket that go through the model together, ordered by position."""
 
     bucket: Bucket
     draws: SampleDraws
@@ -22,9 +22,9 @@ class MicroBatch:
 
 
 def shard_window(window: range, rank: int, world_size: int) -> range:
-    """The positions of `window` that process `rank` of `ranks` works on; shares differ by one sample at most.
+    """The positions of `window` that `rank` processes; the shares of ranks differ by at most one sample.
 
-    Shares are contiguous: neighbours in the order share a bucket, and so a micro-batch.
+    Shares are contiguous, because neighbouring positions have the same bucket and so share a micro-batch.
     """
     assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
     bounds = [window.start + len(window) * r // world_size for r in (rank, rank + 1)]
@@ -32,16 +32,16 @@ def shard_window(window: range, rank: int, world_size: int) -> range:
 
 
 def micro_batches(order: SampleOrder, window: range, size: int) -> list[MicroBatch]:
-    """Single-bucket pieces of at most `size` samples that cover `window`, buckets in the order of first appearance.
+    """Micro-batches of at most `size` samples that cover `window`, with buckets in order of first appearance.
 
-    Samples of a bucket are gathered from the whole window, across datasets and epochs, so that no more than one piece
+    Samples of a bucket are collected from the whole window, across datasets and epochs, so that at most one micro-batch
     of each bucket is smaller than `size`.
     """
     return split_micro_batches(order, order.slice(window.start, window.stop), size)
 
 
 def split_micro_batches(order: SampleOrder, draws: SampleDraws, size: int) -> list[MicroBatch]:
-    """The same of draws that are at hand."""
+    """The same for draws that are computed already."""
     rows_by_bucket: dict[Bucket, list[int]] = {}
     for row, group in enumerate(draws.group):
         rows_by_bucket.setdefault(order.groups[group].bucket, []).append(row)
@@ -53,7 +53,9 @@ def split_micro_batches(order: SampleOrder, draws: SampleDraws, size: int) -> li
 
 
 def single_micro_batch(order: SampleOrder, draws: SampleDraws) -> MicroBatch:
-    """Draws that are of one bucket already, as the order's own batches are."""
+    """Draws that already have a single bucket, as those of `SampleOrder.batches` do, as one micro-batch."""
     bucket = order.groups[int(draws.group[0])].bucket
-    assert all(order.groups[group].bucket == bucket for group in np.unique(draws.group)), "a batch has one bucket"
+    assert all(order.groups[group].bucket == bucket for group in np.unique(draws.group)), (
+        "a micro-batch must have a single bucket"
+    )
     return MicroBatch(bucket, draws)

@@ -1,9 +1,9 @@
-"""The order of samples as a pure function of seed, epoch and datasets: any position is computed, none is replayed.
+"""SampleOrder: the sample at any position, as a pure function of seed and datasets; no earlier position is replayed.
 
-A group is the samples of one dataset in one bucket. Its draws are an endless stream in which every run of n draws (a
-cycle) is a fresh shuffle of its n samples; an epoch takes the next rate × n draws of each group, so that a fractional
-weight loses nobody and shows nobody early. How an epoch's draws are put in order is `layout`'s matter. Positions
-number the samples from the start of the first epoch on, through all epochs, whatever the number of processes.
+A group is the samples of one dataset in one bucket. Its draws are an endless stream in which each n consecutive draws
+(a cycle) are a new shuffle of its n samples. An epoch takes the next rate × n draws of each group, so that a fractional
+weight omits no sample and repeats none early. `epoch_layout` orders the draws within an epoch. Positions number the
+draws from the beginning of the first epoch through all epochs, independent of the number of processes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from supertuner.data.ordering.buckets import Bucket
 from supertuner.data.ordering.epoch_layout import I64, EpochLayout, build_epoch_layout, locate_positions
 
 MAX_WEIGHT_DENOMINATOR = 1_000_000
-"""Rates are exact fractions with denominators up to this; sums of draws over epochs then fit 64 bits."""
+"""Rates are exact fractions with denominators up to this, so that sums of draws over epochs fit into 64 bits."""
 
 SLOTS_PER_CALL = 256
-"""Slots computed together when batches are listed: large enough that numpy's cost per call does not count."""
+"""Slots computed together when batches are listed: enough to amortise numpy's cost per call."""
 
 
 def draws_per_epoch(repeats: int, weight: float) -> Fraction:
-    """Draws of each sample per epoch. A weight is read as it is written: 0.1 is a tenth."""
+    """Draws of each sample per epoch. A weight is read as the decimal it prints as: 0.1 is exactly 1/10."""
     return repeats * Fraction(str(weight)).limit_denominator(MAX_WEIGHT_DENOMINATOR)
 
 
@@ -39,17 +39,17 @@ class BucketGroup:
     """The samples of one dataset that share a bucket."""
 
     dataset_index: int
-    """The dataset's place in the list of datasets."""
+    """Index of the dataset in the corpus."""
     dataset_id: str
     bucket: Bucket
     sample_indices: NDArray[np.uint32]
-    """Sample numbers, ascending; a view of memory that all processes share."""
+    """Indices of the samples, ascending; a view of memory that all processes share."""
     draws_per_epoch: Fraction = Fraction(1)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleDraw:
-    """One position of the order."""
+    """The draw at one position."""
 
     position: int
     epoch: int
@@ -57,12 +57,12 @@ class SampleDraw:
     sample: int
     bucket: Bucket
     cycle: int
-    """How often the sample's group was gone through before; equal to the epoch at repeats 1 and weight 1."""
+    """How many times the sample was drawn before. Equals the epoch if repeats and weight are 1."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SampleDraws:
-    """Several positions, as arrays of one length."""
+    """The draws at several positions, as arrays of equal length. `group` is an index into SampleOrder.groups."""
 
     position: I64
     epoch: I64
@@ -78,7 +78,7 @@ class SampleDraws:
 
 
 class SampleOrder:
-    """One global order of samples. It holds the groups and what follows from them; nothing changes after birth."""
+    """The order of all samples of all datasets. Immutable."""
 
     def __init__(self, groups: Sequence[BucketGroup], *, seed: int, batch_size: int, drop_last: bool = False) -> None:
         self.groups = tuple(
@@ -95,7 +95,7 @@ class SampleOrder:
         self._rate_denominators = np.array([g.draws_per_epoch.denominator for g in self.groups], np.int64)
         names: list[tuple[int | str, ...]] = [(g.dataset_id, str(g.bucket.kind), *g.bucket.shape) for g in self.groups]
         self._group_keys = np.array([hash_key("group", seed, *name) for name in names], np.uint64)
-        # Groups whose fractions would all round up in the same epoch are given different beginnings.
+        # Different phases prevent that the fractional draws of all groups round up in the same epoch.
         phase = [
             hash_key("phase", seed, *n) % g.draws_per_epoch.denominator for n, g in zip(names, self.groups, strict=True)
         ]
@@ -105,14 +105,14 @@ class SampleOrder:
             raise SourceError(self._empty_order_message())
 
     def never_drawn(self) -> list[BucketGroup]:
-        """Groups that cannot fill one batch in any epoch, and are therefore dropped by `drop_last` for good."""
+        """Groups that cannot fill one batch in any epoch and that `drop_last` therefore always drops."""
         max_draws = self._drop_partial_batches(self._whole_draws + (self._remainder_draws > 0))
         return [group for group, draws in zip(self.groups, max_draws, strict=True) if not draws]
 
     def epoch_begin(self, epoch: int) -> int:
-        """Global position of the epoch's first sample: a closed form, so that a resumed run computes where it is."""
+        """Position of the epoch's first sample, in closed form, so that a resumed run computes it directly."""
         drawn = self._stream_begin(epoch)
-        longer = drawn - epoch * self._whole_draws  # an epoch takes `whole` draws of a group, and in so many one more
+        longer = drawn - epoch * self._whole_draws  # how many of these epochs took one draw more than `_whole_draws`
         return int(
             (
                 (epoch - longer) * self._drop_partial_batches(self._whole_draws)
@@ -124,7 +124,7 @@ class SampleOrder:
         return self.epoch_begin(epoch + 1) - self.epoch_begin(epoch)
 
     def epoch_at(self, position: int) -> int:
-        """The epoch that a global position lies in."""
+        """The epoch that contains a position."""
         assert position >= 0, "positions start at 0"
         high = 1
         while self.epoch_begin(high) <= position:
@@ -139,7 +139,7 @@ class SampleOrder:
         )
 
     def slice(self, begin: int, end: int) -> SampleDraws:
-        """Positions from `begin` to `end`, through as many epochs as it takes."""
+        """The draws at positions `begin` to `end` (exclusive), across epochs."""
         parts: list[tuple[EpochLayout, I64]] = []
         epoch = self.epoch_at(begin)
         while begin < end:
@@ -152,7 +152,10 @@ class SampleOrder:
         return self._draws(parts) if parts else SampleDraws(*[np.zeros(0, np.int64)] * 5)
 
     def batches(self, begin: int = 0, end: int | None = None) -> Iterator[SampleDraws]:
-        """Batches of one bucket from `begin` on: the order's own chunks, the first one cut where `begin` is inside."""
+        """Single-bucket batches from `begin` to `end`: the chunks of the epochs' layouts.
+
+        The first is shorter if `begin` is inside a chunk.
+        """
         epoch = self.epoch_at(begin)
         while end is None or begin < end:
             layout = self.epoch_layout(epoch)
@@ -174,7 +177,7 @@ class SampleOrder:
                 yield draws.take(slice(int(left), int(right)))
 
     def _draws(self, parts: Sequence[tuple[EpochLayout, I64]]) -> SampleDraws:
-        """Positions of several epochs, which count from their epoch's begin."""
+        """The draws at positions of several epochs, which are relative to their epoch's begin."""
         group, stream_index = locate_positions(parts)
         cycle, index_in_group = np.divmod(stream_index, self._group_sizes[group])
         keys = derive_keys(self._group_keys[group], cycle.astype(np.uint64))
@@ -196,7 +199,7 @@ class SampleOrder:
         return build_epoch_layout(epoch, self.epoch_begin(epoch), self.batch_size, key, first, draws)
 
     def _stream_begin(self, epoch: int) -> I64:
-        """Draws taken from each group's stream before `epoch`: ⌊epoch · n · rate + phase⌋, exactly."""
+        """Draws taken from each group's stream before `epoch`: ⌊epoch · n · rate + phase⌋ in exact arithmetic."""
         return epoch * self._whole_draws + (epoch * self._remainder_draws + self._phase) // self._rate_denominators
 
     def _drop_partial_batches(self, draws: I64) -> I64:
@@ -204,7 +207,7 @@ class SampleOrder:
 
     def _empty_order_message(self) -> str:
         if not self.groups:
-            return "no sample is left to train on; see the list of samples that were set aside"
+            return "no sample is left to train on; the list of set-aside samples says why"
         return (
             f"loader.drop_last leaves nothing: no bucket has {self.batch_size} samples (train.batch_size); "
             "lower the batch size or set drop_last to false"

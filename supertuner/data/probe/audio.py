@@ -1,4 +1,4 @@
-"""Rate, channels, length and completeness of a sound file; its last sample is read, the rest is not decoded."""
+"""Sample rate, channels, length and completeness of an audio file; decodes at most its last sample."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     import soundfile
 
 MAX_FRAMES = (1 << 31) - 1
-"""Columns count samples in 32 bits; a sound that has more is told by its seconds."""
+"""Columns store the number of samples in 32 bits. Longer audio is limited to this number; its seconds are exact."""
 MAX_SECONDS = 24 * 3600.0
-"""Longer sounds are refused: a small file that claims more is a bomb, or not a training sample."""
+"""Longer audio is refused: a small file that claims more is a decompression bomb, or not a training sample."""
 
 
 def probe_audio(format: str, payload: memoryview) -> MediaInfo:
-    """Facts of a whole sound file; BrokenMedia says what is wrong with it."""
+    """Metadata of a complete audio file. Raises BrokenMediaError if it is not complete or not readable."""
     require_complete(format, payload)
     info = (
         _probe_with_av(format, payload)
@@ -27,9 +27,9 @@ def probe_audio(format: str, payload: memoryview) -> MediaInfo:
         else _probe_with_soundfile(format, payload)
     )
     if not (info.frames and info.channels and info.sample_rate):
-        raise BrokenMediaError("holds no sound")
+        raise BrokenMediaError("contains no audio")
     if info.seconds > MAX_SECONDS:
-        raise BrokenMediaError(f"would decode to {info.seconds:.0f} s of sound, more than {MAX_SECONDS:.0f}")
+        raise BrokenMediaError(f"would decode to {info.seconds:.0f} s of audio, more than {MAX_SECONDS:.0f} s")
     return info._replace(frames=min(info.frames, MAX_FRAMES))
 
 
@@ -45,11 +45,11 @@ def _probe_with_soundfile(format: str, payload: memoryview) -> MediaInfo:
                 format, frames=sound.frames, seconds=sound.frames / rate, sample_rate=rate, channels=sound.channels
             )
     except soundfile.LibsndfileError as error:
-        raise BrokenMediaError(f"not a sound that can be read: {error.error_string}") from error
+        raise BrokenMediaError(f"not a readable audio file: {error.error_string}") from error
 
 
 def _require_last_sample(sound: soundfile.SoundFile) -> None:
-    """A FLAC header states the length, so the last sample tells whether all is there."""
+    """A FLAC header states the length, so the file is complete if the last sample can be read."""
     import soundfile
 
     try:
@@ -58,7 +58,7 @@ def _require_last_sample(sound: soundfile.SoundFile) -> None:
     except soundfile.LibsndfileError:
         samples_read = 0
     if sound.frames and not samples_read:
-        raise BrokenMediaError(f"truncated: {sound.frames} samples by its header, and the last one is missing")
+        raise BrokenMediaError(f"truncated: its header states {sound.frames} samples, and the last one is missing")
 
 
 def _probe_with_av(format: str, payload: memoryview) -> MediaInfo:
@@ -67,7 +67,7 @@ def _probe_with_av(format: str, payload: memoryview) -> MediaInfo:
     try:
         with av.open(MemoryviewFile(payload), mode="r", metadata_errors="replace") as container:
             if not container.streams.audio:
-                raise BrokenMediaError(f"{format} without a sound stream")
+                raise BrokenMediaError(f"{format} without an audio stream")
             stream = container.streams.audio[0]
             rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
             end = 0.0
@@ -75,5 +75,5 @@ def _probe_with_av(format: str, payload: memoryview) -> MediaInfo:
                 if packet.size and packet.pts is not None and packet.time_base:
                     end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
     except av.FFmpegError as error:
-        raise BrokenMediaError(f"not a sound that can be read: {error.strerror}") from error
+        raise BrokenMediaError(f"not a readable audio file: {error.strerror}") from error
     return MediaInfo(format, frames=round(end * rate), seconds=end, sample_rate=rate, channels=channels)

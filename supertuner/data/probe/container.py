@@ -1,4 +1,4 @@
-"""Whether a container (MP4, Matroska, RIFF, Ogg, MP3) holds as many bytes as it says. Pure arithmetic on its frame."""
+"""Checks that a container (MP4, Matroska, RIFF, Ogg, MP3) has as many bytes as its headers state. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _MAX_BOXES = 100_000
 _EBML_SEGMENT = 0x18538067
 _OGG_PAGE_BYTES = 27 + 255 + 255 * 255
 _MP3_SLACK = 0.99
-"""Tag editors move a frame or two without correcting the header."""
+"""Tag editors remove a frame or two without updating the header."""
 
 
 def require_complete(format: str, payload: memoryview) -> None:
-    """BrokenMedia if the outermost structure runs past the end of the file."""
+    """Raise BrokenMediaError if the outermost structure extends beyond the end of the file."""
     find_end = _END_FINDERS.get(format)
     stated_bytes = find_end(payload) if find_end else 0
     if stated_bytes > len(payload):
-        raise BrokenMediaError(f"truncated: {stated_bytes} bytes by its header, {len(payload)} in the file")
+        raise BrokenMediaError(f"truncated: its header states {stated_bytes} bytes, the file has {len(payload)}")
 
 
 def _mp4_end(payload: memoryview) -> int:
-    """Where the last top-level box ends. A box of size 0 reaches to the end of the file."""
+    """Offset at which the last top-level box ends. A box of size 0 extends to the end of the file."""
     at = 0
     for _ in range(_MAX_BOXES):
         if at + 8 > len(payload):
@@ -35,15 +35,15 @@ def _mp4_end(payload: memoryview) -> int:
         if size == 0:
             return len(payload)
         if size < 8:
-            return at  # padding or garbage after the last box; the demuxer judges
+            return at  # padding or garbage after the last box; the demuxer decides
         at += size
     raise BrokenMediaError(f"an MP4 of more than {_MAX_BOXES} boxes")
 
 
 def _matroska_end(payload: memoryview) -> int:
-    """Where the segment ends, if it says: live recordings leave the size unknown."""
+    """Offset at which the segment ends; 0 if it is unknown, as in live recordings."""
     at = 0
-    for _ in range(8):  # the EBML header, perhaps voids, then the segment
+    for _ in range(8):  # the EBML header, optional void elements, then the segment
         name, at = _ebml_number(payload, at, keep_marker=True)
         size, at = _ebml_number(payload, at, keep_marker=False)
         if name < 0 or size < 0:
@@ -55,7 +55,7 @@ def _matroska_end(payload: memoryview) -> int:
 
 
 def _ebml_number(payload: memoryview, at: int, *, keep_marker: bool) -> tuple[int, int]:
-    """A variable-length number of EBML and the position after it; -1 where it is unknown or not there."""
+    """A variable-length EBML number, or -1 if it is unknown or missing, and the offset after it."""
     if at >= len(payload) or payload[at] == 0:
         return -1, at
     length = 9 - payload[at].bit_length()
@@ -68,13 +68,13 @@ def _ebml_number(payload: memoryview, at: int, *, keep_marker: bool) -> tuple[in
 
 
 def _riff_end(payload: memoryview) -> int:
-    """A streamed WAV says 0 or 0xFFFFFFFF where it does not know; RF64 keeps its size elsewhere."""
+    """Offset at which the RIFF chunk ends; 0 if unknown: in a streamed WAV (size 0 or 0xFFFFFFFF) and in RF64."""
     size = int.from_bytes(payload[4:8], "little")
     return 0 if size in (0, 0xFFFFFFFF) or bytes(payload[:4]) == b"RF64" else size + 8
 
 
 def _ogg_end(payload: memoryview) -> int:
-    """Where the last page ends by its own table of lengths. A cut between two pages cannot be seen here."""
+    """Offset at which the last page ends, from its segment table. A cut between two pages is not detected."""
     tail_begin = max(0, len(payload) - _OGG_PAGE_BYTES)
     last = bytes(payload[tail_begin:]).rfind(b"OggS")
     at = tail_begin + last
@@ -85,7 +85,7 @@ def _ogg_end(payload: memoryview) -> int:
 
 
 def _mp3_end(payload: memoryview) -> int:
-    """Where the sound ends by the Xing or Info header, which most encoders write; 0 where there is none."""
+    """Offset at which the audio ends, from the Xing or Info header, which most encoders write; 0 without one."""
     start = 0
     if bytes(payload[:3]) == b"ID3" and len(payload) >= 10:
         a, b, c, d = payload[6:10]

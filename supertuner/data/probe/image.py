@@ -139,7 +139,7 @@ def _jpeg_header(payload: bytes | memoryview) -> tuple[int, int, int, int]:
 
 
 def _app1_orientation(payload: bytes | memoryview, at: int, length: int) -> int:
-    """Orientation in an APP1 segment if that holds EXIF. Raises struct.error if the segment is cut off."""
+    """Orientation in an APP1 segment if that contains EXIF. Raises struct.error if the segment is cut off."""
     if bytes(payload[at + 4 : at + 10]) != b"Exif\0\0":
         return 1
     if at + 2 + length > len(payload):

@@ -1,4 +1,4 @@
-"""A read-only file over bytes in memory, for libraries that want a file; it copies only what they read."""
+"""A read-only file object over bytes in memory, for libraries that require one; copies only what they read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 class MemoryviewFile(io.RawIOBase):
-    """`io.BytesIO` would copy the whole payload first."""
+    """Unlike `io.BytesIO`, it does not copy the whole payload first."""
 
     def __init__(self, payload: memoryview) -> None:
         self._payload = payload

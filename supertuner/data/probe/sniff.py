@@ -1,4 +1,4 @@
-"""What a file is, from its first bytes; its name plays no part."""
+"""Detects a file's format from its first bytes, regardless of its name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import MappingProxyType
 from supertuner.core.types import MediaKind
 
 HEAD_BYTES = 192
-"""As much as `sniff` looks at."""
+"""How many bytes `sniff` needs."""
 
 KIND_BY_FORMAT: Mapping[str, MediaKind] = MappingProxyType(
     {
@@ -26,7 +26,7 @@ KIND_BY_FORMAT: Mapping[str, MediaKind] = MappingProxyType(
         "aac": MediaKind.AUDIO,
     }
 )
-"""The kind that a format usually is. MP4, Matroska and Ogg hold sound, pictures or both: see `may_be`."""
+"""The usual kind of each format. MP4, Matroska and Ogg can contain audio, video or both: see `format_allows_kind`."""
 
 KIND_BY_EXTENSION: Mapping[str, MediaKind] = MappingProxyType(
     {
@@ -35,12 +35,12 @@ KIND_BY_EXTENSION: Mapping[str, MediaKind] = MappingProxyType(
         **dict.fromkeys((".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".m4a", ".aac"), MediaKind.AUDIO),
     }
 )
-"""Which files of a folder are candidates. The header then decides."""
+"""Which files of a folder are candidates for a kind. Their headers then decide."""
 
 UNSUPPORTED_EXTENSIONS = frozenset(
     (".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".exr", ".psd")
 ) | frozenset((".wmv", ".flv", ".mpg", ".mpeg", ".3gp", ".aif", ".aiff", ".wma"))
-"""Media that we know of and do not read: said in a note, so that nobody wonders where they went."""
+"""Media formats that are not supported. A note reports such files, so that users know why they are missing."""
 
 _VIDEO_OR_AUDIO_FORMATS = frozenset(("mp4", "matroska", "ogg"))
 
@@ -68,7 +68,7 @@ _STILL_BRANDS = MappingProxyType({b"avif": "avif", b"avis": "avif", b"heic": "he
 
 
 def sniff(head: bytes) -> str | None:
-    """The format of a file that begins with `head` (`HEAD_BYTES` are enough), or None for something unknown."""
+    """The format of a file that begins with `head` (HEAD_BYTES are enough); None if it is unknown."""
     for magic, name in _MAGIC:
         if head.startswith(magic):
             return name
@@ -82,18 +82,18 @@ def sniff(head: bytes) -> str | None:
 
 
 def _sniff_audio(head: bytes) -> str | None:
-    """MPEG audio has no magic, only a sync word: eleven set bits and a sane header."""
+    """MPEG audio has no magic number, only a sync word: eleven set bits, followed by a valid header."""
     if len(head) >= 2 and head[0] == 0xFF and head[1] & 0xF6 == 0xF0:
         return "aac"
     if len(head) >= 3 and head[0] == 0xFF and head[1] & 0xE6 == 0xE2 and head[2] >> 4 not in (0, 15):
         return "mp3"
-    if head[:1] == b"\x47" and head[188:189] == b"\x47":  # packets of 188 bytes, each begins so
+    if head[:1] == b"\x47" and head[188:189] == b"\x47":  # every packet of 188 bytes begins with this byte
         return "mpegts"
     return None
 
 
 def format_allows_kind(format: str, kind: MediaKind) -> bool:
-    """Whether a file of `format` can serve a dataset of `kind`."""
+    """Whether a dataset of `kind` can contain files of `format`."""
     if format in _VIDEO_OR_AUDIO_FORMATS:
         return kind in (MediaKind.VIDEO, MediaKind.AUDIO)
     return KIND_BY_FORMAT.get(format) is kind

@@ -1,4 +1,4 @@
-"""Size, length and completeness of a video: its packets are counted, its first picture is decoded, no more."""
+"""Size, length and completeness of a video: counts its packets and decodes only its first frame."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 _MIN_COMPLETE_SHARE = 0.95
-"""Matroska states a length in time and not in pictures: less than this share of it is a truncated file."""
+"""Matroska states the duration and not the number of frames: a file with less than this share of it is truncated."""
 
 
 def probe_video(format: str, payload: memoryview) -> MediaInfo:
-    """Facts of a whole video file; BrokenMedia says what is wrong with it."""
+    """Metadata of a complete video file. Raises BrokenMediaError if it is not complete or not readable."""
     import av
 
     require_complete(format, payload)
@@ -26,7 +26,7 @@ def probe_video(format: str, payload: memoryview) -> MediaInfo:
         with av.open(MemoryviewFile(payload), mode="r", metadata_errors="replace") as container:
             return _probe_container(format, container)
     except av.FFmpegError as error:
-        raise BrokenMediaError(f"not a video that can be read: {error.strerror}") from error
+        raise BrokenMediaError(f"not a readable video: {error.strerror}") from error
 
 
 def _probe_container(format: str, container: InputContainer) -> MediaInfo:
@@ -46,14 +46,14 @@ def _probe_container(format: str, container: InputContainer) -> MediaInfo:
 
 
 def _first_frame_rotation(container: InputContainer, stream: VideoStream) -> int:
-    """Degrees by which the first picture is turned for display; that it decodes at all is part of the check."""
+    """Rotation of the first frame for display, in degrees. Raises BrokenMediaError if it does not decode."""
     for frame in container.decode(stream):
         return int(frame.rotation)
-    raise BrokenMediaError("a video without a picture")
+    raise BrokenMediaError("a video without frames")
 
 
 def _count_packets(container: InputContainer, stream: VideoStream) -> tuple[int, float]:
-    """Number of pictures in the file, and the time at which the last one ends."""
+    """Number of frames in the file, and the time in seconds at which the last one ends."""
     container.seek(0)
     count, end = 0, 0
     for packet in container.demux(stream):
@@ -67,8 +67,8 @@ def _count_packets(container: InputContainer, stream: VideoStream) -> tuple[int,
 
 def _require_all_frames(container: InputContainer, stream: VideoStream, frames: int, end_s: float) -> None:
     if stream.frames and frames < stream.frames:
-        raise BrokenMediaError(f"truncated: {stream.frames} pictures by its header, {frames} in the file")
+        raise BrokenMediaError(f"truncated: its header states {stream.frames} frames, the file contains {frames}")
     stated_s = (container.duration or 0) / 1e6
-    others_end_s = stated_s if len(container.streams) > 1 else end_s  # sound may rightly be longer than the pictures
+    others_end_s = stated_s if len(container.streams) > 1 else end_s  # audio may be longer than the video
     if not stream.frames and max(end_s, others_end_s) < stated_s * _MIN_COMPLETE_SHARE:
-        raise BrokenMediaError(f"truncated: {stated_s:.2f} s by its header, {end_s:.2f} s in the file")
+        raise BrokenMediaError(f"truncated: its header states {stated_s:.2f} s, the file contains {end_s:.2f} s")

@@ -1,4 +1,4 @@
-"""Where samples come from; `open_source` looks at a dataset's folder and says what it is."""
+"""Sources of samples: folders, WebDataset shards, Hugging Face datasets; `open_source` detects the format."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SourceFormat = Literal["folder", "webdataset", "huggingface"]
 
 
 def open_source(dataset: DatasetSettings) -> DataSource:
-    """The source that a dataset's settings describe. Nothing is listed yet."""
+    """The source that a dataset's settings describe. Does not list it. Raises SourceError if the folder is missing."""
     root = dataset.instance_data_dir
     if root is None:
-        raise SourceError(f"datasets[{dataset.id}].instance_data_dir is not set; name the dataset's folder")
+        raise SourceError(f"datasets[{dataset.id}].instance_data_dir is not set; set it to the dataset's folder")
     if not root.exists():
         raise SourceError(f"datasets[{dataset.id}].instance_data_dir: {str(root)!r} does not exist")
     format = detect_source_format(root) if dataset.format == "auto" else dataset.format
@@ -38,7 +38,7 @@ def open_source(dataset: DatasetSettings) -> DataSource:
 
 
 def detect_source_format(root: Path) -> SourceFormat:
-    """What a folder or file is: a saved dataset by its JSON, shards by being .tar without media beside them."""
+    """The format of a folder or file: Hugging Face by its JSON files, WebDataset if it has .tar files and no media."""
     if root.is_file():
         return "webdataset" if root.suffix == ".tar" else "folder"
     if is_saved_dataset(root):

@@ -1,4 +1,4 @@
-"""Caption bytes become text or a reason why not; which caption source a folder has is decided here, purely."""
+"""Parses captions, and decides where a folder's captions come from. Pure; raises BrokenMediaError for bad captions."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import KIB
 
 MAX_CAPTION_BYTES = 64 * KIB
-"""All captions of one sample together. More is a wrong file, and would fill memory that nobody planned."""
+"""Limit for all captions of one sample. A larger file is not a caption file, and would fill unplanned memory."""
 
 CaptionSource = Literal["sidecar", "metadata", "filename", "constant", "none"]
 _BOM = b"\xef\xbb\xbf"
 
 
 def parse_caption_file(content: bytes, *, one_per_line: bool) -> tuple[str, ...]:
-    """Captions of one caption file: its whole text, or one per line that is not empty."""
+    """The captions in a caption file: its whole text, or one per non-empty line."""
     _require_caption_size(len(content))
     try:
         text = content.removeprefix(_BOM).decode()
     except UnicodeDecodeError as error:
         raise BrokenMediaError(f"caption is not UTF-8 (byte {error.start})") from error
     if "\0" in text:
-        raise BrokenMediaError("caption holds zero bytes; is it UTF-16? Save it as UTF-8")
+        raise BrokenMediaError("caption contains NUL characters; is it UTF-16? Save it as UTF-8")
     if one_per_line:
         lines = tuple(stripped for line in text.splitlines() if (stripped := line.strip()))
         return lines or ("",)
@@ -32,7 +32,7 @@ def parse_caption_file(content: bytes, *, one_per_line: bool) -> tuple[str, ...]
 
 
 def parse_caption_json(content: bytes, column: str) -> tuple[str, ...] | None:
-    """Captions in a JSON member of a WebDataset sample; None if it has no such field."""
+    """The captions in a field of a WebDataset sample's JSON member; None without such a field."""
     _require_caption_size(len(content))
     try:
         record = json.loads(content.removeprefix(_BOM))
@@ -44,17 +44,17 @@ def parse_caption_json(content: bytes, column: str) -> tuple[str, ...] | None:
 
 
 def parse_caption_cell(cell: object) -> tuple[str, ...] | None:
-    """Captions in a cell of a table: text, a list of texts, or None."""
+    """The captions in a table cell, which contains a text, a list of texts, or None."""
     if cell is None:
         return None
     texts: list[str] = []
     for text in cell if isinstance(cell, list | tuple) else (cell,):
         if not isinstance(text, str):
-            raise BrokenMediaError(f"caption is not text but {type(text).__name__}")
+            raise BrokenMediaError(f"caption is not a text but {type(text).__name__}")
         texts.append(text.strip())
     try:
         _require_caption_size(sum(len(text.encode()) for text in texts))
-    except UnicodeEncodeError as error:  # bytes that were not UTF-8 arrive as lone surrogates
+    except UnicodeEncodeError as error:  # bytes that are not UTF-8 were decoded to lone surrogates
         raise BrokenMediaError("caption is not UTF-8") from error
     return tuple(texts)
 
@@ -67,13 +67,13 @@ def _require_caption_size(nbytes: int) -> None:
 def choose_caption_source(
     captions: CaptionSettings, *, metadata: str | None, sidecars: int
 ) -> tuple[CaptionSource, str]:
-    """Which source of captions to use and why, given a metadata file's name and the number of caption files seen."""
+    """The caption source and the reason. `metadata` is a metadata file's name, `sidecars` counts caption files."""
     if captions.source != "auto":
         return captions.source, "as configured"
     if captions.constant is not None:
         return "constant", "captions.constant is set"
     if metadata is not None:
-        return "metadata", f"there is {metadata}"
+        return "metadata", f"the folder contains {metadata}"
     if sidecars:
         return "sidecar", f"{sidecars} files end in {captions.extension}"
     return "none", f"no metadata file and no {captions.extension} files"

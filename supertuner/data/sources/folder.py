@@ -1,4 +1,4 @@
-"""A folder of media files with captions beside them, in a metadata file, or in their names."""
+"""FolderSource: a folder of media files, with captions in caption files, in a metadata file, or in file names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from supertuner.data.sources.walk import FolderTree, walk_folder
 
 
 class FolderSource:
-    """Keys are paths below the folder without their ending. The folder is walked once, when first asked."""
+    """A sample's key is its path below the folder without the extension. The folder is walked once, on first use."""
 
     def __init__(self, root: Path, kind: MediaKind, captions: CaptionSettings, limit: int | None) -> None:
         self._root = os.path.realpath(root)
@@ -44,7 +44,7 @@ class FolderSource:
 
     @cached_property
     def _metadata_bytes(self) -> bytes:
-        """Read once, so that the fingerprint and the captions cannot disagree."""
+        """Read once, so that fingerprint and captions come from the same bytes."""
         return b"" if self._metadata_file is None else metadata.read_metadata_file(self._metadata_file)
 
     @cached_property
@@ -59,7 +59,7 @@ class FolderSource:
 
     @cached_property
     def _listed_items(self) -> tuple[list[SourceItem], list[SkippedFile]]:
-        """Items with where their captions are, but without those of a metadata file, which is read only to stage."""
+        """Items with the locations of their captions. A metadata file is read only for staging."""
         items, duplicates = sort_and_deduplicate(self._items(), self._limit)
         return items, self._tree.skipped + duplicates
 
@@ -67,7 +67,7 @@ class FolderSource:
         items, skipped = self._listed_items
         yield f"folder {self._caption_source[0]}".encode()
         stamps = [f"{i.name}\0{_change_stamp(i.media)}\0{i.caption and _change_stamp(i.caption)}\0" for i in items]
-        yield "".join(stamps).encode()  # no name holds a zero, so the parts cannot run into each other
+        yield "".join(stamps).encode()  # names contain no NUL, so the encoding is unambiguous
         yield "".join(f"{file.file}\0{file.reason}\0" for file in sorted(skipped)).encode()
         if self._caption_source[0] == "metadata":
             yield self._metadata_bytes
@@ -89,14 +89,10 @@ class FolderSource:
             tuple(notes),
             f"{source}: {reason}",
             "text",
-            expects_captions=self._expects_captions(source),
         )
 
     def read_row(self, row: int) -> memoryview:
-        raise AssertionError("a folder's items are files")
-
-    def _expects_captions(self, source: str) -> bool:
-        return source != "none" or self._captions.source == "auto"
+        raise AssertionError("items of a folder are files, not rows")
 
     def _items(self) -> Iterator[SourceItem]:
         source = self._caption_source[0]
@@ -128,7 +124,7 @@ class FolderSource:
         duplicates = [name for key, name, _, _ in media if key in sidecars and name in sidecars]
         names_by_reason = {
             f"no {self._kind} of that name": orphans,
-            "its file has another, shorter named one": duplicates,
+            "its file has another caption file with a shorter name": duplicates,
         }
         return [note for reason, names in names_by_reason.items() for note in self._unused_notes(names, reason)]
 
@@ -139,24 +135,24 @@ class FolderSource:
     def _metadata_rows(self) -> metadata.MetadataRows:
         if self._metadata_file is None:
             raise SourceError(
-                f'{self._root}: captions.source is "metadata" and there is no metadata.jsonl, metadata.csv or '
+                f'{self._root}: captions.source is "metadata", but there is no metadata.jsonl, metadata.csv or '
                 "metadata.parquet; set captions.metadata_file"
             )
         return metadata.parse_metadata(self._metadata_file, self._metadata_bytes, self._captions)
 
 
 def _caption_span(entry: os.DirEntry[str]) -> FileSpan:
-    """Where a caption file is. One that cannot be read is found out, and said, when its sample is staged."""
+    """The location of a caption file. If it is unreadable, staging its sample reports that."""
     try:
         status = entry.stat()
     except OSError:
-        return FileSpan(entry.path, 0, 0, -1, 0)  # -1: whatever is read there is not what was listed
+        return FileSpan(entry.path, 0, 0, -1, 0)  # -1: makes every later read fail as changed
     size = status.st_size if stat.S_ISREG(status.st_mode) else -1
     return FileSpan(entry.path, 0, max(size, 0), size, status.st_mtime_ns)
 
 
 def _change_stamp(location: FileSpan | tuple[str, ...] | int | None) -> str:
-    """What identifies bytes without reading them: size and time of change; for captions given as text, the text."""
+    """Identifies a file's bytes without reading them: its size and modification time; for a caption, its text."""
     if isinstance(location, FileSpan):
         return f"{location.file_bytes} {location.mtime_ns}"
     return repr(location)
@@ -165,7 +161,7 @@ def _change_stamp(location: FileSpan | tuple[str, ...] | int | None) -> str:
 def _with_metadata_captions(
     items: list[SourceItem], rows: metadata.MetadataRows, limit: int | None
 ) -> tuple[list[SourceItem], list[SkippedFile], list[str]]:
-    """Items with the captions of a metadata file. A row names a listed file or nothing: no path in it is opened."""
+    """Items with the captions of a metadata file. Rows only match listed files: no path from the file is opened."""
     kept: list[SourceItem] = []
     skipped: list[SkippedFile] = []
     used: set[str] = set()
@@ -185,6 +181,6 @@ def _with_metadata_captions(
         len(unknown), "metadata row", "metadata rows", f"no such file ({first_names(unknown, len(unknown))})"
     )
     notes += skipped_note(
-        rows.outside_count, "metadata row", "metadata rows", "its path leads out of the dataset's folder"
+        rows.outside_count, "metadata row", "metadata rows", "its path is outside the dataset's folder"
     )
     return kept, skipped, notes

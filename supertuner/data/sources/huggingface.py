@@ -1,4 +1,4 @@
-"""A Hugging Face dataset saved with `save_to_disk`; its columns give media and captions. No code of it is run."""
+"""HuggingFaceSource: a dataset saved with `save_to_disk`, with media and captions in columns. Runs no code of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_saved_dataset(root: Path) -> bool:
 
 
 class HuggingFaceSource:
-    """Keys are row numbers. Pictures stored as bytes are staged from the mapped table, without a copy before."""
+    """A sample's key is its row number. Media stored as bytes are staged from the mapped table without another copy."""
 
     def __init__(self, root: Path, kind: MediaKind, captions: CaptionSettings, limit: int | None) -> None:
         self._root = Path(os.path.realpath(root))
@@ -46,8 +46,8 @@ class HuggingFaceSource:
     def list_items(self) -> SourceListing:
         if self._captions.metadata_file is not None or self._captions.source == "sidecar":
             raise SourceError(
-                f"{self._root}: a Hugging Face dataset keeps captions in a column; leave captions.source and "
-                "captions.metadata_file alone and set captions.caption_column"
+                f"{self._root}: a Hugging Face dataset has its captions in a column; remove captions.source and "
+                "captions.metadata_file, and set captions.caption_column"
             )
         items: list[SourceItem] = []
         skipped: list[SkippedFile] = []
@@ -66,9 +66,7 @@ class HuggingFaceSource:
             if has_captions
             else "none: " + self._no_captions_reason()
         )
-        return SourceListing(
-            items, tuple(skipped), (), caption_origin, expects_captions=self._captions.source != "none"
-        )
+        return SourceListing(items, tuple(skipped), (), caption_origin)
 
     def read_row(self, row: int) -> memoryview:
         """The bytes of one row, as a view of the mapped table."""
@@ -77,7 +75,7 @@ class HuggingFaceSource:
 
     @cached_property
     def _dataset(self) -> datasets.Dataset:
-        """The one split there is, or `train`, with media columns left undecoded."""
+        """The only split, or `train`; media columns are not decoded."""
         try:
             import datasets
         except ImportError as error:
@@ -86,7 +84,7 @@ class HuggingFaceSource:
             ) from error
         try:
             loaded = datasets.load_from_disk(str(self._root))
-        except Exception as error:  # whatever that library stumbles over in damaged files, of many types
+        except Exception as error:  # the library raises many types for damaged files
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
             raise SourceError(
                 f"{self._root}: cannot be loaded as a Hugging Face dataset ({problem}); save it again, or set format"
@@ -103,7 +101,7 @@ class HuggingFaceSource:
 
     @cached_property
     def _media_column_name(self) -> str:
-        """The media column: the one called after the kind, or the only one of that type."""
+        """The media column: the one named like the kind, or the only one of that type."""
         candidates: list[str] = [
             n for n, f in self._dataset.features.items() if type(f).__name__.lower() == self._kind.value
         ]
@@ -145,10 +143,10 @@ class HuggingFaceSource:
         return None if source == "none" else parse_caption_cell(cell)
 
     def _file_span(self, path: str | None) -> FileSpan:
-        """A file that a row names: only one inside the dataset's folder is opened."""
+        """The file that a row names. Only files inside the dataset's folder are opened."""
         resolved = resolve_inside(self._root, path) if path else None
         if resolved is None:
-            raise BrokenMediaError(f"its bytes are not in the dataset, and {path!r} is outside of its folder")
+            raise BrokenMediaError(f"its bytes are not in the dataset, and {path!r} is outside its folder")
         try:
             status = resolved.stat()
         except OSError as error:

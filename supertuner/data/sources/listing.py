@@ -1,4 +1,4 @@
-"""What a source holds, known before any media byte is read: items in key order, and what is left out, with reasons."""
+"""SourceListing: the items of a source in key order and the skipped files with reasons, before any media are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 
 
 class FileSpan(NamedTuple):
-    """Bytes of a file: all of them, or a member of an archive. The file must still be as it was when listed."""
+    """A range of a file's bytes: the whole file, or a member of an archive. Size and time detect later changes."""
 
     path: str
     offset: int
@@ -22,16 +22,19 @@ class SourceItem(NamedTuple):
 
     key: str
     name: str
-    """What its owner calls it: the path below the folder, or `shard.tar/member`."""
+    """The name shown to users: the path below the folder, or `shard.tar/member`."""
     nbytes: int
     media: FileSpan | int
-    """Where its bytes are, or the row of a source that hands them out itself."""
+    """Where its bytes are, or the row number for `DataSource.read_row`."""
     caption: FileSpan | tuple[str, ...] | None
-    """Where its captions are, or what they are; None: it has none."""
+    """Where its captions are, or the captions themselves; None if it has none."""
 
 
 class SkippedFile(NamedTuple):
-    """A file that is not used, and why."""
+    """A file that is not used, and the reason.
+
+    Reasons found while a folder is listed are part of its fingerprint: changing their wording would stage it again.
+    """
 
     file: str
     reason: str
@@ -40,22 +43,20 @@ class SkippedFile(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class SourceListing:
     items: list[SourceItem]
-    """In the order of their keys' UTF-8 bytes, as an arena numbers them."""
+    """Sorted by the UTF-8 bytes of their keys, which is the order in the arena."""
     skipped: tuple[SkippedFile, ...] = ()
-    """Broken already by what the listing saw: counts towards `max_broken_share`."""
+    """Files found to be broken while listing; they count towards `max_broken_share`."""
     notes: tuple[str, ...] = ()
-    """What a user would want to know: files of other kinds, hidden files, rows without a file."""
+    """Warnings for the user: files of other kinds, hidden files, metadata rows without a file."""
     caption_origin: str = "none"
-    """Where captions come from and why, for the run's decisions."""
+    """The caption source and the reason, for the run's decisions."""
     caption_syntax: Literal["text", "json"] = "text"
-    expects_captions: bool = True
-    """Whether a sample without a caption is worth a warning."""
 
     def key_bytes(self) -> int:
         return len("".join([item.key for item in self.items]).encode())
 
     def caption_bytes(self) -> int:
-        """As far as it is known before captions are read: files as large as they are, texts as long as they are."""
+        """Estimate before captions are read: the sizes of caption files and the lengths of texts."""
         captions = (item.caption for item in self.items)
         return sum(
             caption.nbytes if isinstance(caption, FileSpan) else sum(len(text) for text in caption)
@@ -66,20 +67,20 @@ class SourceListing:
 
 class DataSource(Protocol):
     def fingerprint_parts(self) -> Iterable[bytes]:
-        """Parts that change when, and only when, what would be staged changes. Reads no media."""
+        """Bytes that change if and only if what would be staged changes. Reads no media."""
 
     def list_items(self) -> SourceListing: ...
 
     def read_row(self, row: int) -> memoryview:
-        """The bytes of an item whose `media` is a row."""
+        """The bytes of an item whose `media` is a row number."""
 
 
 def sort_and_deduplicate(items: Iterable[SourceItem], limit: int | None) -> tuple[list[SourceItem], list[SkippedFile]]:
-    """Items sorted by key, the first of each key, at most `limit`; and those that share a key with one before."""
+    """Items sorted by key, at most `limit` and only the first of each key; and the others of each key as skipped."""
     kept: list[SourceItem] = []
     duplicates: list[SkippedFile] = []
     last: SourceItem | None = None
-    for item in sorted(items):  # by key, then name: the order of code points, which is that of their UTF-8 bytes
+    for item in sorted(items):  # by key, then name; the order of code points is the order of UTF-8 bytes
         if last is not None and item.key == last.key:
             duplicates.append(SkippedFile(item.name, f"two files of one key: {last.name} is kept; rename one of them"))
             continue
@@ -89,8 +90,8 @@ def sort_and_deduplicate(items: Iterable[SourceItem], limit: int | None) -> tupl
 
 
 def skipped_note(count: int, singular: str, plural: str, reason: str) -> list[str]:
-    """A note about `count` things, or none if there are none."""
-    return [f"{count} {singular if count == 1 else plural} left out: {reason}"] if count else []
+    """A list with one note about `count` skipped things; empty if `count` is 0."""
+    return [f"{count} {singular if count == 1 else plural} skipped: {reason}"] if count else []
 
 
 def first_names(names: Iterable[str], count: int, show: Callable[[str], str] = repr) -> str:

@@ -1,4 +1,4 @@
-"""Captions from a JSONL, CSV or parquet file with one row per sample; a malformed file is refused with its line."""
+"""Reads captions from a JSONL, CSV or parquet file; a malformed file raises SourceError with its line."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LocatedRow = tuple[str, Mapping[str, object]]
 @dataclass(frozen=True, slots=True)
 class MetadataRows:
     cells: dict[str, list[object]]
-    """Caption cells by the file they belong to; several rows of one file are several captions of it."""
+    """File name → its caption cells; several rows of a file are several captions of it."""
     outside_count: int
-    """Rows whose path is absolute or leads out of the folder. They match nothing."""
+    """Number of rows whose path is absolute or outside the folder. They match no file."""
 
 
 def find_metadata_file(root: Path, captions: CaptionSettings) -> Path | None:
-    """The metadata file that is to be used, if any."""
+    """The metadata file to use; None if there is none."""
     if captions.source not in ("auto", "metadata") or (captions.source == "auto" and captions.constant is not None):
         return None
     if captions.metadata_file is not None:
@@ -37,7 +37,7 @@ def find_metadata_file(root: Path, captions: CaptionSettings) -> Path | None:
 
 
 def unused_metadata_files(root: Path, used: Path) -> list[str]:
-    """Names of metadata files in the folder that are not the one in use."""
+    """Names of metadata files in the folder other than `used`."""
     return [path.name for path in _existing_metadata_files(root) if path != used]
 
 
@@ -73,13 +73,13 @@ def parse_metadata(path: Path, content: bytes, captions: CaptionSettings) -> Met
 
 
 def captions_from_cells(cells: list[object]) -> tuple[str, ...] | None:
-    """Captions of one file from its rows' cells; None if every cell is empty of text."""
+    """The captions of a file from its cells; None if all cells are None."""
     captions = [texts for cell in cells if (texts := parse_caption_cell(cell)) is not None]
     return parse_caption_cell([text for texts in captions for text in texts]) if captions else None
 
 
 def _relative_name(name: str) -> str | None:
-    """`name` as the listing writes it, or None if it leads out of the folder."""
+    """`name` as in the listing; None if it is outside the folder."""
     plain = posixpath.normpath(name.replace("\\", "/"))
     return None if plain.startswith(("/", "../")) or plain == ".." else plain
 
@@ -87,10 +87,10 @@ def _relative_name(name: str) -> str | None:
 def _missing_column_message(location: str, row: Mapping[str, object], captions: CaptionSettings) -> str:
     if captions.file_column in row and captions.caption_column in row:
         value = row[captions.file_column]
-        return f"{location}: {captions.file_column!r} must be a file's name and is {value!r}; mend or remove that row"
+        return f"{location}: {captions.file_column!r} must be a file name, but is {value!r}; repair or remove that row"
     have = ", ".join(repr(str(name)) for name in list(row)[:20])
     return (
-        f"{location}: needs the columns {captions.file_column!r} (a file's name) and {captions.caption_column!r}; "
+        f"{location}: needs the columns {captions.file_column!r} (a file name) and {captions.caption_column!r}; "
         f"it has {have or 'none'}; set captions.file_column and captions.caption_column"
     )
 
@@ -99,7 +99,7 @@ def _parse_jsonl(path: Path, content: bytes) -> Iterator[LocatedRow]:
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line.strip():
             continue
-        try:  # bytes that are not UTF-8 travel as surrogates, so that only their own sample is set aside
+        try:  # bytes that are not UTF-8 become surrogates, so that only their sample is set aside
             row = json.loads(line.decode("utf-8", "surrogateescape"))
         except (ValueError, RecursionError) as error:
             raise SourceError(f"{path} line {number}: not JSON: {error}") from error
@@ -113,7 +113,7 @@ def _parse_csv(path: Path, content: bytes) -> Iterator[LocatedRow]:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True, restkey=_EXTRA_CELLS)
     try:
         for row in reader:
-            if _EXTRA_CELLS in row:  # an unquoted comma would otherwise cut the caption short in silence
+            if _EXTRA_CELLS in row:  # an unquoted comma would otherwise silently truncate the caption
                 raise SourceError(f"{path} line {reader.line_num}: more cells than columns; quote texts with commas")
             yield f"line {reader.line_num}", row
     except csv.Error as error:
@@ -132,4 +132,4 @@ def _parse_parquet(path: Path, content: bytes) -> Iterator[LocatedRow]:
                 at += 1
                 yield f"row {at}", row
     except (pa.ArrowException, OSError) as error:
-        raise SourceError(f"{path}: not a parquet file that can be read: {error}") from error
+        raise SourceError(f"{path}: not a readable parquet file: {error}") from error

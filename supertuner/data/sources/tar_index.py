@@ -1,4 +1,4 @@
-"""Where each member of a tar lies, read header by header; a hostile archive can neither fill memory nor name a path."""
+"""Lists the members of a tar by their headers; a hostile archive can neither exhaust memory nor name outside paths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from supertuner.core.types import MIB
 
 BLOCK_BYTES = 512
 _MAX_EXTENSION_BYTES = MIB
-"""Most that a long name or pax header may take; real ones have a few hundred bytes."""
+"""Limit for a long-name or pax header; real ones have a few hundred bytes."""
 
 
 class TarMember(NamedTuple):
@@ -18,11 +18,11 @@ class TarMember(NamedTuple):
     offset: int
     nbytes: int
     problem: str = ""
-    """Why this member cannot be used; nothing follows a member of an archive that ends too early."""
+    """Why this member cannot be used; empty if it can. A truncated archive has no members after this one."""
 
 
 def iter_tar_members(fd: int) -> Iterator[TarMember]:
-    """Regular members of the tar open as `fd`, in their order, and what is wrong with it as members with a problem."""
+    """The regular members of the tar open as `fd`, in order. Errors of the archive are members with a `problem`."""
     end = os.fstat(fd).st_size
     at = 0
     override: dict[str, str] = {}
@@ -30,7 +30,7 @@ def iter_tar_members(fd: int) -> Iterator[TarMember]:
         header = os.pread(fd, BLOCK_BYTES, at)
         if not header or header == bytes(BLOCK_BYTES):
             if not header and at == 0:
-                yield TarMember("", 0, 0, "zero bytes")  # no name: it is the archive itself that is wrong
+                yield TarMember("", 0, 0, "zero bytes")  # without a name: the archive itself is at fault
             return
         problem, size = _check_header(header, at, end)
         size = int(override.get("size", size)) if override.get("size", "").isdigit() else size
@@ -38,7 +38,9 @@ def iter_tar_members(fd: int) -> Iterator[TarMember]:
         if not problem and at + BLOCK_BYTES + size > end:
             problem = f"the archive is truncated: it ends inside {name!r}"
         if problem:
-            yield TarMember(name if at else "", at, 0, f"{problem}; nothing behind that is read" if at else problem)
+            yield TarMember(
+                name if at else "", at, 0, f"{problem}; the rest of the archive is not read" if at else problem
+            )
             return
         body, at = at + BLOCK_BYTES, at + BLOCK_BYTES + -(-size // BLOCK_BYTES) * BLOCK_BYTES
         kind = header[156:157]
@@ -73,12 +75,12 @@ def _members_from_header(kind: bytes, name: str, body: int, size: int, *, sparse
 
 def _unsafe_name_reason(name: str) -> str:
     if name.startswith("/") or ".." in name.split("/"):
-        return "its path leads out of the archive"
+        return "its path is outside the archive"
     return "its name is not UTF-8" if any("\udc80" <= c <= "\udcff" for c in name) else ""
 
 
 def _check_header(header: bytes, at: int, end: int) -> tuple[str, int]:
-    """What is wrong with a header, or "", and the size it states."""
+    """The error of a header ("" if it is valid), and the size it states."""
     if len(header) < BLOCK_BYTES:
         return "the archive is truncated: it ends inside a header", 0
     stated_checksum = _parse_number(header[148:156])
@@ -90,7 +92,7 @@ def _check_header(header: bytes, at: int, end: int) -> tuple[str, int]:
 
 
 def _parse_number(field: bytes) -> int:
-    """A number of a header: octal text, or binary where the first bit is set (GNU, for more than 8 GiB)."""
+    """A number in a header: octal text, or binary if the first bit is set (GNU, above 8 GiB)."""
     if field[0] & 0x80:
         return int.from_bytes(bytes((field[0] & 0x7F,)) + field[1:], "big")
     text = field.split(b"\0")[0].strip()
@@ -104,7 +106,7 @@ def _header_name(header: bytes) -> str:
 
 
 def _parse_extension(kind: bytes, content: bytes) -> dict[str, str]:
-    """What a long-name or pax header says about the member after it."""
+    """The fields that a long-name or pax header sets for the next member."""
     if kind == b"L":
         return {"path": _decode_name(content.split(b"\0")[0])}
     records: dict[str, str] = {}

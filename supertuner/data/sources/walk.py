@@ -1,4 +1,4 @@
-"""Every candidate file below a folder, with one stat each; links are followed, and no folder is entered twice."""
+"""Lists every candidate file below a folder with one stat each; follows links, and enters no folder twice."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from supertuner.data.probe.sniff import KIND_BY_EXTENSION, UNSUPPORTED_EXTENSION
 from supertuner.data.sources.listing import SkippedFile, skipped_note
 
 WalkedFile: TypeAlias = tuple[str, str, int, int]
-"""Key, name, bytes, time of change in nanoseconds: a bare tuple, because datasets have millions of them."""
+"""Key, name, bytes, modification time in nanoseconds. A plain tuple, because datasets have millions of them."""
 
 
 @dataclass(slots=True)
 class FolderTree:
-    """What a walk saw."""
+    """The result of `walk_folder`."""
 
     media: list[WalkedFile] = field(default_factory=list)
     sidecars: dict[str, os.DirEntry[str]] = field(default_factory=dict)
-    """Caption files by the key, or the full name, of the sample they belong to."""
+    """Caption files by the key or the full name of their sample."""
     skipped: list[SkippedFile] = field(default_factory=list)
     hidden_count: int = 0
     other_kinds: Counter[MediaKind] = field(default_factory=Counter)
     unsupported: Counter[str] = field(default_factory=Counter)
     already_listed: list[str] = field(default_factory=list)
     unreadable_notes: list[str] = field(default_factory=list)
-    """Names that might be folders, and why they could not be looked at."""
+    """Notes about names that might be folders and could not be examined."""
 
     def notes(self, kind: MediaKind) -> list[str]:
         lines = [
@@ -40,10 +40,10 @@ class FolderTree:
         ]
         for ending, count in sorted(self.unsupported.items()):
             lines += skipped_note(
-                count, f"{ending} file", f"{ending} files", "not a format that is read here; convert it"
+                count, f"{ending} file", f"{ending} files", "this format is not supported; convert it"
             )
         lines += skipped_note(self.hidden_count, "hidden file", "hidden files", "its name begins with a dot")
-        lines += [f"folder {name} left out: a link to a folder that is already listed" for name in self.already_listed]
+        lines += [f"folder {name} skipped: a link to a folder that is already listed" for name in self.already_listed]
         return lines + self.unreadable_notes
 
 
@@ -51,7 +51,7 @@ _SPECIAL_FILE_TYPES = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socke
 
 
 def walk_folder(root: str, kind: MediaKind, caption_extension: str) -> FolderTree:
-    """List `root` and everything below it. Folders reached by their own name come before folders reached by a link."""
+    """List `root` recursively. Real folders are entered before folders that are reached by links."""
     tree = FolderTree()
     seen: set[tuple[int, int]] = set()
     pending_folders: list[str] = [""]
@@ -67,7 +67,7 @@ def walk_folder(root: str, kind: MediaKind, caption_extension: str) -> FolderTre
 
 
 def _enter_once(tree: FolderTree, seen: set[tuple[int, int]], root: str, prefix: str) -> bool:
-    """Whether this folder was not listed before, under whatever name: loops of links end here."""
+    """Whether this folder was not listed before under any name. Ends loops of links."""
     try:
         status = os.stat(f"{root}/{prefix}")
     except OSError as error:
@@ -86,7 +86,7 @@ def _enter_once(tree: FolderTree, seen: set[tuple[int, int]], root: str, prefix:
 def _scan_folder(
     tree: FolderTree, root: str, prefix: str, kind: MediaKind, caption_extension: str
 ) -> tuple[list[str], list[str]]:
-    """Sort one folder's entries into `tree`; its real and its linked subfolders. The hot loop of listing."""
+    """Add one folder's entries to `tree`; returns its real and its linked subfolders. The hot loop of listing."""
     folders: list[str] = []
     links: list[str] = []
     try:
@@ -112,18 +112,18 @@ def _scan_folder(
                     links.append(prefix + name)
                 else:
                     _add_other_file(tree, entry, prefix, is_media=is_media, caption_extension=caption_extension)
-            except OSError as error:  # a link in a circle, or to where we may not look: nobody knows what it is
+            except OSError as error:  # a circular link, or a link to a folder without permission: its type is unknown
                 if is_media:
                     tree.skipped.append(SkippedFile(printable_name(prefix + name), f"unreadable: {error.strerror}"))
                 elif name.endswith(caption_extension):
                     tree.sidecars[prefix + name[: -len(caption_extension)]] = entry
                 else:
-                    tree.unreadable_notes.append(f"{printable_name(prefix + name)} left out: {error.strerror}")
+                    tree.unreadable_notes.append(f"{printable_name(prefix + name)} skipped: {error.strerror}")
     return folders, links
 
 
 def _add_media(tree: FolderTree, entry: os.DirEntry[str], name: str, dot: int) -> None:
-    """Take a regular file whose name says that it is of the wanted kind; its ending begins at `dot`."""
+    """Add a regular file whose extension, which begins at `dot`, is of the dataset's kind."""
     try:
         status = entry.stat()
     except OSError as error:
@@ -140,7 +140,7 @@ def _add_media(tree: FolderTree, entry: os.DirEntry[str], name: str, dot: int) -
 def _add_other_file(
     tree: FolderTree, entry: os.DirEntry[str], prefix: str, *, is_media: bool, caption_extension: str
 ) -> None:
-    """Captions, media of other kinds, and what only looks like a sample."""
+    """Add a caption file, count a file of another kind, or skip a special file with a media extension."""
     name = entry.name
     suffix = name[name.rfind(".") :].lower()
     if is_media:
@@ -162,5 +162,5 @@ def _describe_special_file(entry: os.DirEntry[str]) -> str:
 
 
 def printable_name(name: str) -> str:
-    """`name` with bytes that are not UTF-8 written as escapes."""
+    """`name` with escapes in place of bytes that are not UTF-8."""
     return name.encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""WebDataset shards: members of one name up to its first dot are one sample. Nothing is extracted or unpickled."""
+"""WebDatasetSource: .tar shards whose members with equal names up to the first dot are one sample. Never unpickles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from supertuner.data.sources.walk import printable_name
 
 
 class WebDatasetSource:
-    """Keys are `shard/sample`, without endings. Captions are `.txt` members, or a field of `.json` members."""
+    """A sample's key is `shard/sample` without extension. Captions are `.txt` members or a field of `.json` members."""
 
     def __init__(self, root: Path, kind: MediaKind, captions: CaptionSettings, limit: int | None) -> None:
         self._root = Path(os.path.realpath(root))
@@ -42,7 +42,7 @@ class WebDatasetSource:
         try:
             return [(path.relative_to(base).as_posix(), str(path), path.stat()) for path in paths if path.is_file()]
         except OSError as error:
-            raise SourceError(f"{error.filename or self._root}: cannot be looked at: {error.strerror}") from error
+            raise SourceError(f"{error.filename or self._root}: cannot be examined: {error.strerror}") from error
 
     def fingerprint_parts(self) -> Iterable[bytes]:
         yield b"webdataset"
@@ -65,21 +65,17 @@ class WebDatasetSource:
             tuple(notes),
             caption_origin,
             syntax,
-            expects_captions=self._expects_captions(),
         )
 
     def read_row(self, row: int) -> memoryview:
-        raise AssertionError("a shard's items are spans of it")
-
-    def _expects_captions(self) -> bool:
-        return self._captions.source != "none"
+        raise AssertionError("items of a shard are file spans, not rows")
 
     def _caption_syntax(self, extension_counts: Counter[str]) -> tuple[Literal["text", "json"], str]:
         """Text members if there are any, else JSON members."""
         captions = self._captions
         if captions.metadata_file is not None:
             raise SourceError(
-                "captions.metadata_file: a WebDataset keeps captions in its shards; remove the setting, or set "
+                "captions.metadata_file: a WebDataset has its captions in its shards; remove the setting, or set "
                 "captions.caption_column to the field of the .json members"
             )
         if captions.source == "metadata" or (captions.source == "auto" and not extension_counts[captions.extension]):
@@ -88,7 +84,7 @@ class WebDatasetSource:
 
 
 class _ShardContents:
-    """What the shards hold, gathered member by member."""
+    """The items and captions of the shards, collected member by member."""
 
     def __init__(self, kind: MediaKind, captions: CaptionSettings) -> None:
         self._kind = kind
@@ -105,8 +101,8 @@ class _ShardContents:
             return []
         try:
             return list(self._items(name, path, status, fd))
-        except OSError as error:  # the disk, not the archive: what it holds is not known
-            raise SourceError(f"{path}: cannot be read: {error.strerror}; check the disk it lies on") from error
+        except OSError as error:  # a failing disk, not a damaged archive: its contents are unknown
+            raise SourceError(f"{path}: cannot be read: {error.strerror}; check its disk") from error
         finally:
             os.close(fd)
 
@@ -155,7 +151,7 @@ class _ShardContents:
 
 
 def _split_key(prefix: str, base: str) -> tuple[str, str]:
-    """WebDataset's rule: the key ends at the first dot of the last part of the path; endings have no case."""
+    """WebDataset's rule: the key ends at the first dot of the last path component; extensions are case-insensitive."""
     stem, dot, ending = base.partition(".")
     return prefix + stem, (dot + ending).lower()
 

@@ -1,1 +1,1 @@
-"""From a source to a sealed arena: what fits, who reads, what is kept and what is set aside."""
+"""Stages a source into a sealed arena: checks that it fits, copies files in threads, and sets broken files aside."""

@@ -1,4 +1,4 @@
-"""Whether a dataset fits where it is to be staged, and what is missing if not. Pure: facts in, a budget out."""
+"""Decides whether a dataset fits into the memory or disk it is staged to, and how much is missing if not. Pure."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from supertuner.core.errors import DoesNotFitError
 from supertuner.core.types import GIB, KIB, bytes_text
 
 PAGE_BYTES = 4 * KIB
-"""Memory and disks are taken in pages: the last one of each file is counted whole."""
+"""Memory and disks are allocated in pages: the last page of each file counts fully."""
 _FIXED_BYTES = 60 * KIB
 _THREAD_BYTES = 8 * KIB
 _UNIT_BYTES = 176
-"""What an arena takes beside the files while it is sealed: journal, index and columns; as counted, rounded up."""
+"""Bytes of an arena besides the files while it is being sealed: journal, index and columns; measured, rounded up."""
 _RESERVE_SHARE = 0.05
 _RESERVE_AT_MOST = 2 * GIB
 
 
 @dataclass(frozen=True, slots=True)
 class StagingCapacity:
-    """What there is. None means unknown, and then it bounds nothing."""
+    """Free memory and disk space, and the configured limit. None means unknown, and is not used as a bound."""
 
     in_memory: bool
-    """Whether the arena's files are memory (tmpfs) or lie on a disk."""
+    """Whether the arena's files are in memory (tmpfs) or on a disk."""
     free_bytes: int
-    """Free on the file system that holds the arena."""
+    """Free on the file system of the arena."""
     memory_total: int | None
     memory_available: int | None
     limit_bytes: int | None
@@ -33,31 +33,33 @@ class StagingCapacity:
 
 @dataclass(frozen=True, slots=True)
 class StagingBudget:
+    """Bytes that may be stored, and what limits them."""
+
     nbytes: int
     bound_by: str
-    """What follows the number: `are free on …`."""
+    """Continues a sentence after the number of bytes: `are free on …`."""
     remedy: str
 
 
 def memory_limit_bytes(memory_limit_gb: float | None) -> int | None:
-    """`memory_limit_gb` counts in units of 2^30 bytes, as every size that we print."""
+    """`memory_limit_gb` in bytes. Its unit is 2^30 bytes, as in all printed sizes."""
     return None if memory_limit_gb is None else int(memory_limit_gb * GIB)
 
 
 def reserved_memory_bytes(memory_total: int | None) -> int:
-    """Memory that staging leaves to everything else: 5 % of the machine's, at most 2 GiB."""
+    """Memory that staging leaves to other programs: 5 % of the machine's memory, at most 2 GiB."""
     return 0 if memory_total is None else min(_RESERVE_AT_MOST, int(memory_total * _RESERVE_SHARE))
 
 
 def max_memory_limit(capacity: StagingCapacity) -> int | None:
-    """The largest limit that means anything on this machine."""
+    """The largest `memory_limit_gb` that this machine can provide, in bytes; None if its memory is unknown."""
     return (
         None if capacity.memory_total is None else capacity.memory_total - reserved_memory_bytes(capacity.memory_total)
     )
 
 
 def lowered_memory_limit(capacity: StagingCapacity) -> int | None:
-    """What `memory_limit_gb` is lowered to because the machine has less memory; None if it stands."""
+    """What `memory_limit_gb` is lowered to because the machine has less memory; None if it is not lowered."""
     max_limit = max_memory_limit(capacity)
     if not capacity.in_memory or capacity.limit_bytes is None or max_limit is None or capacity.limit_bytes <= max_limit:
         return None
@@ -65,7 +67,7 @@ def lowered_memory_limit(capacity: StagingCapacity) -> int | None:
 
 
 def compute_budget(capacity: StagingCapacity) -> StagingBudget:
-    """Bytes that may be stored, and which of the bounds is the tightest."""
+    """The tightest of all bounds."""
     kind = "shared memory" if capacity.in_memory else "disk"
     bounds = [
         StagingBudget(capacity.free_bytes, f"are free on the {kind} below the arena's home", _free_remedy(capacity))
@@ -86,19 +88,19 @@ def _free_remedy(capacity: StagingCapacity) -> str:
 
 
 def stored_bytes(nbytes: int) -> int:
-    """What one file of `nbytes` really takes."""
+    """Bytes that a file of `nbytes` occupies, in whole pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def overhead_bytes(files: int, key_bytes: int, caption_bytes: int, threads: int) -> int:
-    """What the arena takes beside the files. Keys are in the journal and in the index, while both are there."""
+    """Bytes of the arena besides the files. Keys count twice: they are in the journal and in the index."""
     return _FIXED_BYTES + threads * _THREAD_BYTES + files * _UNIT_BYTES + 2 * key_bytes + caption_bytes
 
 
 def require_fits(
     dataset: str, needed_bytes: int, files: int, budget: StagingBudget, *, estimated: bool = False
 ) -> None:
-    """DoesNotFit, with what is missing, unless `need` fits."""
+    """Raise DoesNotFitError, with the missing bytes, if `needed_bytes` exceeds the budget."""
     if needed_bytes > budget.nbytes:
         raise DoesNotFitError(does_not_fit_message(dataset, needed_bytes, files, budget, estimated=estimated))
 
@@ -116,7 +118,7 @@ def does_not_fit_message(
 
 
 def file_system_type(mountinfo: str, path: str) -> str:
-    """Type of the file system that holds the absolute `path`, from the text of /proc/self/mountinfo; "" if unknown."""
+    """Type of the file system of the absolute `path`, from the text of /proc/self/mountinfo; "" if unknown."""
     best, fs_type = -1, ""
     for line in mountinfo.splitlines():
         before, dash, after = line.partition(" - ")

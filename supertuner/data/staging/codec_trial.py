@@ -1,4 +1,4 @@
-"""Samples of a dataset's files, read and compressed to see what each real format gains."""
+"""Compresses some of a dataset's files with each codec to measure how much each file format gains."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from supertuner.data.staging.compress import (
 from supertuner.data.staging.span_reader import read_span
 
 _FILES_PER_EXTENSION = 12
-"""Files looked at per file name ending: enough to tell 5 % from nothing, few enough to take no time."""
+"""Files tried per file extension: enough to distinguish 5 % from nothing, few enough to take no time."""
 _MAX_BYTES = 64 << 20
-"""Larger files are left out of the trial, unless there are no others."""
+"""Larger files are not tried, unless there are no others."""
 
 
 def choose_codecs(
     setting: CompressionSetting, items: Sequence[SourceItem], source: DataSource
 ) -> dict[str, CodecChoice]:
-    """The codec for each format found among samples; empty if nothing is to be compressed."""
+    """The codec for each file format in the trial; empty if the setting disables compression."""
     codecs = codecs_to_try(setting)
     if not codecs:
         return {}
@@ -37,7 +37,7 @@ def choose_codecs(
         try:
             content = read_item(item, source)
         except BrokenMediaError:
-            continue  # staging itself will set it aside, with the reason
+            continue  # staging sets it aside with the reason
         contents[sniff(bytes(content[:HEAD_BYTES])) or "unknown"].append(content)
     return {
         format: choose_codec(setting, _run_trial(format, format_contents, codecs))
@@ -46,12 +46,12 @@ def choose_codecs(
 
 
 def read_item(item: SourceItem, source: DataSource) -> memoryview:
-    """An item's bytes, wherever they are."""
+    """An item's bytes, from its file or from its row in the source."""
     return read_span(item.media) if isinstance(item.media, FileSpan) else source.read_row(item.media)
 
 
 def pick_trial_items(items: Sequence[SourceItem]) -> list[SourceItem]:
-    """Up to `_SAMPLES` items of each ending, evenly over the listing, small enough to try."""
+    """Up to _FILES_PER_EXTENSION items of each extension, evenly spread over the listing, small enough to try."""
     groups: dict[str, list[SourceItem]] = defaultdict(list)
     for item in items:
         groups[item.name.rpartition(".")[2].lower()].append(item)
@@ -64,7 +64,7 @@ def pick_trial_items(items: Sequence[SourceItem]) -> list[SourceItem]:
 
 
 def _run_trial(format: str, contents: list[memoryview], codecs: tuple[str, ...]) -> CodecTrial:
-    """Sizes are counted in pages: what is saved inside the last page of a file is not saved."""
+    """Sizes count in whole pages, because bytes saved inside the last page of a file save no memory."""
     compressed_bytes = {
         codec: sum(stored_bytes(len(compress(codec, content))) for content in contents) for codec in codecs
     }

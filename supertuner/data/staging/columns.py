@@ -1,4 +1,4 @@
-"""What is known of each sample, as columns: gathered without an object per sample, stored as tables of the arena."""
+"""Collects each sample's metadata and captions as columns, without an object per sample, for the arena's tables."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ COLUMNS: Mapping[str, str] = {
     "sample_rate": "i",
     "channels": "i",
 }
-"""Table name → type code. `Facts` has the same fields in the same order after its format."""
+"""Table name → type code. MediaInfo has the same fields in the same order after `format`."""
 CAPTION_INDEX, CAPTION_OFFSETS, CAPTION_BYTES = "caption_index", "caption_offsets", "caption_bytes"
 
 
 class StagedColumns:
-    """Rows of the samples that one thread staged, in the order in which it did."""
+    """Rows of the samples that one thread staged, in its order."""
 
     def __init__(self) -> None:
         self.items = array("q")
@@ -39,7 +39,7 @@ class StagedColumns:
         return len(self.items)
 
     def extend(self, items: Sequence[int], infos: Sequence[MediaInfo], captions: Sequence[tuple[str, ...]]) -> None:
-        """Append samples, named by their places in the listing. By columns: a chunk costs little more than a row."""
+        """Append samples, given by their indices in the listing. A whole chunk costs little more than one row."""
         self.items.extend(items)
         for column, values in zip(self._info_columns, list(zip(*infos, strict=True))[1:], strict=bool(infos)):
             column.extend(values)
@@ -49,7 +49,7 @@ class StagedColumns:
         self._caption_bytes += b"".join(texts)
 
     def captions(self) -> list[list[bytes]]:
-        """Each sample's captions as UTF-8, in the order of `items`."""
+        """Each sample's captions in UTF-8, in the order of `items`."""
         captions, at, text = [], 0, 0
         for count in self._caption_counts:
             sample_captions = []
@@ -65,7 +65,7 @@ class StagedColumns:
 
 
 def build_tables(parts: Sequence[StagedColumns]) -> dict[str, NDArray[Any]]:
-    """The arena's tables: all threads' rows, in the listing's order, which is the arena's."""
+    """The arena's tables: the rows of all threads in the order of the listing, which is the order of the arena."""
     items = np.concatenate([np.array(part.items, dtype=np.int64) for part in parts])
     order = np.argsort(items, kind="stable")
     result: dict[str, NDArray[Any]] = {}
@@ -74,8 +74,8 @@ def build_tables(parts: Sequence[StagedColumns]) -> dict[str, NDArray[Any]]:
         result[name] = values[order].astype(np.int32 if code == "i" else np.float32)
     captions = [sample_captions for part in parts for sample_captions in part.captions()]
     ordered = [captions[at] for at in order]
-    result[CAPTION_INDEX] = _offsets(len(mine) for mine in ordered)
-    flat = [text for mine in ordered for text in mine]
+    result[CAPTION_INDEX] = _offsets(len(sample_captions) for sample_captions in ordered)
+    flat = [text for sample_captions in ordered for text in sample_captions]
     result[CAPTION_OFFSETS] = _offsets(len(text) for text in flat)
     result[CAPTION_BYTES] = np.frombuffer(b"".join(flat), np.uint8)
     return result

@@ -1,4 +1,4 @@
-"""Codecs of staged files, and the decision whether they pay: measured on samples of each real format."""
+"""Codecs of staged files, and the decision which one a file format gets, from a measured trial."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ CompressionSetting = Literal["none", "auto", "lz4", "snappy", "zlib", "zstd"] | 
 CODECS = ("lz4", "snappy", "zlib", "zstd")
 RAW_CODEC = "raw"
 MIN_SAVED_SHARE = 0.05
-"""Share of bytes that compression must save to be chosen by `auto`: below it, every read pays for nothing."""
+"""Share of bytes that a codec must save to be chosen by `auto`; less is not worth the cost of decompression."""
 _AUTO_CODECS = ("lz4", "zstd")
-"""What `auto` tries, fastest to read first."""
+"""What `auto` tries, fastest decompression first."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecTrial:
-    """Samples of one format, before and after each codec."""
+    """Bytes of some files of one format, before and after each codec."""
 
     format: str
     files: int
@@ -40,18 +40,18 @@ class CodecChoice:
     codec: str
     reason: str
     is_worthwhile: bool
-    """Whether the samples became smaller by at least `WORTH_IT`."""
+    """Whether the codec saves at least MIN_SAVED_SHARE."""
 
 
 def codecs_to_try(setting: CompressionSetting) -> tuple[str, ...]:
-    """The codecs that samples must be tried with before this setting can be followed."""
+    """The codecs that must be tried for this setting."""
     if setting in (None, "none"):
         return ()
     return _AUTO_CODECS if setting == "auto" else (str(setting),)
 
 
 def choose_codec(setting: CompressionSetting, trial: CodecTrial) -> CodecChoice:
-    """Which codec a format gets. A codec named in the configuration is obeyed, whatever it gains."""
+    """Which codec a format gets. A codec named in the configuration is used even if it gains nothing."""
     saved_by_codec = [(codec, trial.saved_share(codec)) for codec in codecs_to_try(setting)]
     trial_text = (
         ", ".join(f"{codec} saves {saved:.1%}" for codec, saved in saved_by_codec) + f" on {trial.files} samples"
@@ -68,7 +68,7 @@ def choose_codec(setting: CompressionSetting, trial: CodecTrial) -> CodecChoice:
 
 
 def compress(codec: str, content: bytes | memoryview) -> memoryview:
-    """`content` as `codec` stores it. Threads run at once: the compressor lets go of the interpreter's lock."""
+    """Compress `content`. Releases the GIL, so that threads run in parallel."""
     import cramjam
 
     if codec == "lz4":
@@ -81,7 +81,7 @@ def compress(codec: str, content: bytes | memoryview) -> memoryview:
 
 
 def decompress(codec: str, stored: memoryview, raw_nbytes: int) -> memoryview:
-    """The `raw_nbytes` that were compressed. The buffer has that size, so a forged payload cannot grow beyond it."""
+    """Decompress to exactly `raw_nbytes`. The buffer has that size, so a forged payload cannot exceed it."""
     import cramjam
 
     out = bytearray(raw_nbytes)
@@ -94,7 +94,7 @@ def decompress(codec: str, stored: memoryview, raw_nbytes: int) -> memoryview:
     try:
         written = readers[codec](stored, out)
     except cramjam.DecompressionError as error:
-        raise BrokenMediaError(f"stored {codec} data cannot be read: {error}") from error
+        raise BrokenMediaError(f"stored {codec} data does not decompress: {error}") from error
     if written != raw_nbytes:
-        raise BrokenMediaError(f"stored {codec} data holds {written} bytes, not {raw_nbytes}")
+        raise BrokenMediaError(f"stored {codec} data decompresses to {written} bytes, not {raw_nbytes}")
     return memoryview(out).toreadonly()

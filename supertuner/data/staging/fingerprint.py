@@ -1,4 +1,4 @@
-"""What a staged dataset is known by: equal fingerprints mean equal bytes staged. Pure."""
+"""Fingerprints of staged datasets: equal fingerprints mean equal staged bytes. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from supertuner.config.settings.data import DatasetSettings
 
 STAGED_VERSION = 1
-"""Raise it when the fields or columns of a staged dataset change, so that old arenas are not taken for new ones."""
+"""Increase it when the fields or columns of a staged dataset change, so that old arenas are not reused."""
 _NAME_CHARS = 64
 
 
 def dataset_fingerprint(dataset: DatasetSettings, parts: Iterable[bytes]) -> str:
-    """Digest of what the source holds and of the settings that change what is stored; buckets are none of them."""
+    """Digest of the source's contents and of the settings that change what is stored; bucket settings do not."""
     digest = hashlib.blake2b(_settings(dataset), digest_size=16)
     for chunk in parts:
         digest.update(len(chunk).to_bytes(8, "little"))
@@ -23,7 +23,7 @@ def dataset_fingerprint(dataset: DatasetSettings, parts: Iterable[bytes]) -> str
 
 
 def origin_digest(dataset: DatasetSettings) -> str:
-    """Digest of where a dataset came from and of the same settings: known also when the source is gone."""
+    """Digest of the source's path and of the same settings, which is known even if the source is gone."""
     paths = [str(dataset.instance_data_dir), str(dataset.captions.metadata_file)]
     return hashlib.blake2b(_settings(dataset) + json.dumps(paths).encode(), digest_size=16).hexdigest()
 
@@ -44,5 +44,5 @@ def _settings(dataset: DatasetSettings) -> bytes:
 
 
 def arena_name(dataset_id: str, fingerprint: str) -> str:
-    """Says whose it is and which version of it: `cats-0f3a…`."""
+    """The dataset's id and its version: `cats-0f3a…`."""
     return f"{(dataset_id or 'dataset')[:_NAME_CHARS]}-{fingerprint[:16]}"

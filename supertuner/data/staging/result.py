@@ -1,4 +1,4 @@
-"""What became of staging a dataset, as figures for people and programs, and whether too much of it was broken."""
+"""StageResult: the figures of a staged dataset; and the check that not too many of its files are broken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_LISTED = 10
 
 @dataclass(slots=True)
 class FormatFigures:
-    """What one real format took."""
+    """Files and bytes of one file format."""
 
     files: int = 0
     nbytes: int = 0
@@ -39,26 +39,28 @@ class FormatFigures:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
+    """How a dataset was staged or reused."""
+
     dataset: str
     kind: MediaKind
     arena: str
-    """Its name in `home`."""
+    """Name of the arena in `home`."""
     home: str
     fingerprint: str
     reused: bool
     files: int
     nbytes: int
-    """Of the files, before compression."""
+    """Bytes of the files before compression."""
     stored_bytes: int
-    """Memory or disk really taken, index and padding included."""
+    """Bytes that the arena occupies, with index and padding."""
     seconds: float
-    """Of this call: staging, or finding that nothing had changed."""
+    """Duration of staging, or of finding that nothing had changed."""
     formats: Mapping[str, JSON]
     set_aside: tuple[SetAsideEvent, ...]
     without_caption: int
     reuse_reason: str = ""
     older_arenas: tuple[tuple[str, int], ...] = ()
-    """Arenas of this dataset as it was before, and their sizes: kept until somebody removes them."""
+    """Names and sizes of arenas of earlier versions of this dataset, which are kept until the user removes them."""
 
     def figures(self) -> dict[str, JSON]:
         """What `--json` prints."""
@@ -85,24 +87,25 @@ class StageResult:
 def require_few_broken(
     dataset: DatasetSettings, set_aside: Sequence[SetAsideEvent], staged_count: int, key_path: str
 ) -> None:
-    """TooManyBroken if the settings do not allow so many broken files; the list's first lines are in the message."""
+    """Raise TooManyBrokenFilesError if the settings do not allow this many broken files, or StageError if no file is
+    usable. The message lists the first ones."""
     name, total = f"datasets[{dataset.id}]", staged_count + len(set_aside)
     share = len(set_aside) / total if total else 0.0
     if set_aside and dataset.strict:
         count = "1 file is" if len(set_aside) == 1 else f"{len(set_aside)} files are"
-        remedy = f"mend or remove them, or set {key_path}.strict to false to leave them out"
+        remedy = f"repair or remove them, or set {key_path}.strict to false to skip them"
         raise TooManyBrokenFilesError(
             f"{name} is strict and {count} broken:\n{_broken_lines(set_aside, len(set_aside))}\n{remedy}"
         )
     if share > dataset.max_broken_share:
-        remedy = f"mend or remove them, or allow it with --set {key_path}.max_broken_share={_rounded_up(share)}"
+        remedy = f"repair or remove them, or allow it with --set {key_path}.max_broken_share={_rounded_up(share)}"
         allowed = f"{share:.1%}, at most {dataset.max_broken_share:.1%} are allowed"
         lines = _broken_lines(set_aside, _MAX_LISTED)
         raise TooManyBrokenFilesError(
             f"{name}: {len(set_aside)} of {total} files are broken ({allowed}):\n{lines}\n{remedy}"
         )
     if not staged_count:
-        raise StageError(f"{name}: none of its {total} files can be used:\n{_broken_lines(set_aside, _MAX_LISTED)}")
+        raise StageError(f"{name}: none of its {total} files is usable:\n{_broken_lines(set_aside, _MAX_LISTED)}")
 
 
 def _broken_lines(set_aside: Sequence[SetAsideEvent], limit: int) -> str:
@@ -113,5 +116,5 @@ def _broken_lines(set_aside: Sequence[SetAsideEvent], limit: int) -> str:
 
 
 def _rounded_up(share: float) -> float:
-    """A share that a person would type, and that is enough."""
+    """The share rounded up to a whole percent, so that it is short to type and sufficient."""
     return min(1.0, -(-share * 100 // 1) / 100)

@@ -1,4 +1,4 @@
-"""Reading what was listed, safely: only regular files, never blocking, and only if they are still what they were."""
+"""Reads listed files safely: only regular files, without blocking, and only if they have not changed since."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from supertuner.data.sources.caption_parsing import MAX_CAPTION_BYTES, parse_cap
 from supertuner.data.sources.listing import FileSpan, SourceItem
 
 _ALIGNMENT = 64
-"""Spans begin at such places of the buffer: a cache line each."""
+"""Spans begin at multiples of this in the buffer: a cache line."""
 
 
 def open_span(span: FileSpan) -> int:
-    """A descriptor of the span's file; BrokenMedia if it is gone or unreadable. Never waits, whatever is there now."""
+    """Open the span's file without blocking, even if it is a FIFO now. Raises BrokenMediaError if it is unreadable."""
     try:
         return os.open(span.path, READ_FLAGS)
     except OSError as error:
@@ -25,25 +25,28 @@ def open_span(span: FileSpan) -> int:
 
 
 def require_unchanged(status: os.stat_result, span: FileSpan) -> None:
-    """BrokenMedia unless the open file is the one that was listed. Asked after reading, it covers both changes before
-    and changes meanwhile; the listing already left out whatever is not a regular file."""
+    """Raise BrokenMediaError unless the open file is the one that was listed.
+
+    Call it after reading, so that it detects changes before and during the read. The listing contains only regular
+    files.
+    """
     _require_as_listed(FileReadResult(0, status.st_size, status.st_mtime_ns, stat.S_ISREG(status.st_mode)), span)
 
 
 def buffer_bytes(spans: Sequence[FileSpan]) -> int:
-    """Bytes of a buffer that `spans` take."""
+    """Bytes that `spans` occupy in a buffer."""
     return sum([-(-span.nbytes // _ALIGNMENT) * _ALIGNMENT for span in spans])
 
 
 class SpanBuffer:
-    """Spans that were read together into one buffer, to be taken one by one until the next are read."""
+    """Spans that are read together into one buffer and used one by one until the next `load`."""
 
     def __init__(self, buffer: BulkReader) -> None:
         self._buffer = buffer
         self._loaded_spans: dict[FileSpan, tuple[int, FileReadResult]] = {}
 
     def load(self, spans: Sequence[FileSpan]) -> None:
-        """Read all of them, instead of those before; what is wrong with one is said when it is taken."""
+        """Read these spans, replacing the previous ones. Errors are raised when a span is used."""
         offsets_in_buffer, at = [], 0
         for span in spans:
             offsets_in_buffer.append(at)
@@ -53,7 +56,7 @@ class SpanBuffer:
         self._loaded_spans = dict(zip(spans, zip(offsets_in_buffer, read_results, strict=True), strict=True))
 
     def offset_of(self, span: FileSpan) -> int:
-        """Where the span's bytes are in the buffer. BrokenMedia if they are not what was listed."""
+        """Offset of the span's bytes in the buffer. Raises BrokenMediaError if the file changed since the listing."""
         at, read_result = self._loaded_spans[span]
         if read_result.error:
             raise _unreadable(read_result.error)
@@ -61,7 +64,7 @@ class SpanBuffer:
         return at
 
     def view(self, span: FileSpan) -> memoryview:
-        """The span's bytes: from the shelf, or read now if it is not there."""
+        """The span's bytes: from the buffer, or read now if they are not loaded."""
         if span not in self._loaded_spans:
             return read_span(span)
         at = self.offset_of(span)
@@ -69,7 +72,7 @@ class SpanBuffer:
 
 
 def read_span(span: FileSpan) -> memoryview:
-    """All bytes of a span, in private memory of their own."""
+    """All bytes of a span, in new memory."""
     span_buffer = SpanBuffer(BulkReader(max(1, buffer_bytes([span])), None))
     span_buffer.load([span])
     return span_buffer.view(span).toreadonly()
@@ -77,7 +80,7 @@ def read_span(span: FileSpan) -> memoryview:
 
 def _unreadable(error: int) -> BrokenMediaError:
     if error == errno.ENOENT:
-        return BrokenMediaError("vanished after it was listed")
+        return BrokenMediaError("removed after it was listed")
     return BrokenMediaError(f"unreadable: {os.strerror(error)}")
 
 
@@ -96,14 +99,14 @@ def read_captions(
     one_per_line: bool,
     read: Callable[[FileSpan], memoryview] = read_span,
 ) -> tuple[str, ...]:
-    """An item's captions; empty if it has none. BrokenMedia says what is wrong with its caption file."""
+    """An item's captions; empty if it has none. Raises BrokenMediaError if its caption file is unusable."""
     caption = item.caption
     if not isinstance(caption, FileSpan):
         return caption or ()
     if caption.nbytes > MAX_CAPTION_BYTES:
         raise BrokenMediaError(f"caption of {caption.nbytes} bytes; at most {MAX_CAPTION_BYTES} are allowed")
     if caption.file_bytes < 0:
-        raise BrokenMediaError("its caption file: not a file that can be read")
+        raise BrokenMediaError("its caption file: not a readable regular file")
     try:
         content = bytes(read(caption))
     except BrokenMediaError as error:

@@ -1,4 +1,4 @@
-"""A staged dataset as the rest of `data/` sees it: media and captions by number, facts as columns shared by all."""
+"""StagedDataset: reads a staged dataset from its arena: media and captions by index, metadata as shared columns."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from supertuner.data.staging.compress import RAW_CODEC, decompress
 from supertuner.data.staging.fingerprint import STAGED_VERSION
 
 MEDIA_FIELD = "media"
-"""The field of a unit that holds a file's bytes."""
+"""The field of a unit that contains a file's bytes."""
 SET_ASIDE_TABLE = "set_aside"
-"""The table that holds what was broken, as JSON."""
+"""The table with broken files and reasons, as JSON."""
 
 
 class StagedDataset:
-    """Views, not copies: every process of the node that opens it shares the same memory."""
+    """Gives views, not copies: all processes of the node that open it share the same memory."""
 
     def __init__(self, reader: ArenaReader) -> None:
         meta = reader.meta
         if meta.get("holds") != "staged dataset" or meta.get("version") != STAGED_VERSION:
-            content_text = f"holds {meta.get('holds')!r} of version {meta.get('version')}, not a staged dataset"
-            raise ArenaDamagedError(reader.name, f"{content_text} of version {STAGED_VERSION}")
+            actual = f"contains {meta.get('holds')!r} of version {meta.get('version')}"
+            raise ArenaDamagedError(reader.name, f"{actual}, not a staged dataset of version {STAGED_VERSION}")
         self._reader = reader
         self.meta: Mapping[str, Any] = meta
         self.id = str(meta["dataset"])
@@ -44,7 +44,7 @@ class StagedDataset:
         self.height: NDArray[np.int32] = reader.table("height")
         """As displayed."""
         self.orientation: NDArray[np.int32] = reader.table("orientation")
-        """EXIF orientation (1 to 8) that a decoder must apply to get what is displayed."""
+        """EXIF orientation (1 to 8) that a decoder must apply to get the displayed image."""
         self.frames: NDArray[np.int32] = reader.table("frames")
         self.fps: NDArray[np.float32] = reader.table("fps")
         self.seconds: NDArray[np.float32] = reader.table("seconds")
@@ -56,12 +56,12 @@ class StagedDataset:
 
     @classmethod
     def open(cls, home: ArenaHome, arena: str, *, verify: VerifyMode = "on_demand") -> StagedDataset:
-        """Attach to the arena of that name, validated."""
+        """Attach to the arena of this name and validate it."""
         return cls.from_reader(home.attach(arena, verify=verify))
 
     @classmethod
     def from_reader(cls, reader: ArenaReader) -> StagedDataset:
-        """The dataset that `reader` shows; it is closed if it shows none."""
+        """The dataset in `reader`'s arena. Closes the reader if it contains none."""
         try:
             return cls(reader)
         except BaseException:
@@ -74,31 +74,29 @@ class StagedDataset:
     def key(self, i: int) -> str:
         return self._reader.key(i)
 
-    def find(self, key: str) -> int | None:
-        return self._reader.find(key)
-
     def media(self, i: int) -> memoryview:
-        """The file's bytes as they were in the source: a view, or unpacked into fresh memory if stored compressed."""
+        """The file's bytes as in the source: a view, or new memory if the file is stored compressed."""
         stored = self._reader.view(i, MEDIA_FIELD)
         codec = self._reader.codec(i, MEDIA_FIELD)
         return stored if codec == RAW_CODEC else decompress(codec, stored, self._reader.raw_nbytes(i, MEDIA_FIELD))
 
     def content_digests(self) -> NDArray[np.uint64]:
-        """What each sample's bytes are known by, one row each: equal rows mean equal files. Nothing is read for it.
+        """One row per sample that identifies its stored bytes: equal rows mean equal files. Reads no file.
 
-        A row holds the 64-bit checksum and the sizes that staging stored. Among a million different files of one size
-        two have the same row with a probability of 3e-8; files made to collide are possible, and harm their owner only.
+        A row contains the 64-bit checksum and the sizes that staging stored. The probability that two of a million
+        different files of equal size have the same row is 3e-8. Colliding files can be constructed, but harm only the
+        user who does so.
         """
         return self._reader.record_fingerprints(MEDIA_FIELD)
 
     def captions(self, i: int) -> tuple[str, ...]:
-        """All captions of a sample, in their order; empty if it has none."""
+        """All captions of a sample, in order; empty if it has none."""
         first, last = int(self._caption_index[i]), int(self._caption_index[i + 1])
         offsets = self._caption_offsets[first : last + 1].tolist()
         return tuple(self._caption_bytes[a:b].tobytes().decode() for a, b in pairwise(offsets))
 
     def caption_digest(self) -> str:
-        """What the captions of all samples are known by."""
+        """Digest of the captions of all samples."""
         digest = xxhash.xxh3_128()
         for table in (self._caption_index, self._caption_offsets, self._caption_bytes):
             digest.update(f"{len(table)}\n".encode())
@@ -106,11 +104,11 @@ class StagedDataset:
         return digest.hexdigest()
 
     def set_aside(self) -> list[tuple[str, str]]:
-        """Files that were broken when the dataset was staged, and why."""
+        """Files that were broken when the dataset was staged, with the reasons."""
         return [(file, reason) for file, reason in json.loads(self._reader.table(SET_ASIDE_TABLE).tobytes())]
 
     def verify(self, progress: Progress) -> None:
-        """Check every byte; ArenaDamaged names the file."""
+        """Verify every byte. Raises ArenaDamagedError, which names the damaged file."""
         self._reader.verify(progress)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Staging: a dataset's files become one arena of this node, or the arena that already holds them is reused."""
+"""DatasetStager: copies a dataset's files into an arena of this node, or reuses an arena that contains them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from supertuner.arena.home import ArenaHome, default_home
 from supertuner.arena.reader import ArenaReader, VerifyMode
 from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.data import DatasetSettings
-from supertuner.core import bulk_io as many
+from supertuner.core import bulk_io
 from supertuner.core.errors import ArenaFullError, DoesNotFitError, SourceError
 from supertuner.core.events import DecisionEvent, MeasurementEvent, SetAsideEvent, WarningEvent
 from supertuner.core.types import GIB, JSON, MIB, bytes_text
@@ -47,20 +47,20 @@ _CHUNK_BYTES = 4 * MIB
 
 @dataclass(frozen=True, slots=True)
 class DatasetStager:
-    """Where datasets are staged on this node, and who is told about it."""
+    """Stages datasets to a home on this node."""
 
     home: ArenaHome
     context: RunContext
     """Its peers, if any, wait for this process to stage."""
     life: ArenaLifetime = "until_removed"
     verify: VerifyMode = "on_demand"
-    library: Path | None = field(default_factory=many.find_native_library)
+    library: Path | None = field(default_factory=bulk_io.find_native_library)
     """The C library with which several threads can read small files at the same time; None if it was not built."""
 
     def stage(self, dataset: DatasetSettings, key_path: str = "") -> StageResult:
-        """Stage `dataset`, or find it staged. An arena kept for "run" only ends here: use `open` to work with it.
+        """Stage `dataset` or find it staged, and close it. An arena with lifetime "run" is removed then: use `open`.
 
-        Nobody reads it here, so checks that reading would bring are made now: all of an arena that is reused.
+        A reused arena is verified completely now, because no read follows that would verify it.
         """
         result, staged = self.open(dataset, key_path)
         with staged:
@@ -69,12 +69,12 @@ class DatasetStager:
         return result
 
     def open(self, dataset: DatasetSettings, key_path: str = "") -> tuple[StageResult, StagedDataset]:
-        """Stage or reuse, and hold. `place` is what the dataset's block is called in the configuration."""
+        """Stage or reuse a dataset, and return it open. `key_path` is the path of its block in the configuration."""
         began = time.perf_counter()
         key_path = key_path or f"datasets[{dataset.id}]"
         staged_arena = find_staged_arena(self.home.path, dataset)
         if staged_arena is not None:
-            name, reuse_reason = staged_arena.name, "its source is gone, and everything is in the arena"
+            name, reuse_reason = staged_arena.name, "its source is gone, and the arena contains everything"
             staged = StagedDataset.open(self.home, name, verify=self.verify)
         else:
             staged, name, reuse_reason = self._stage_from_source(dataset, key_path)
@@ -88,7 +88,7 @@ class DatasetStager:
         return result, staged
 
     def _stage_from_source(self, dataset: DatasetSettings, key_path: str) -> tuple[StagedDataset, str, str]:
-        """The dataset as its source is now, the arena's name, and why it was reused; "" for a fresh one."""
+        """The dataset as its source is now, the arena's name, and why it was reused; "" for a new arena."""
         source = open_source(dataset)
         with self.context.progress.phase(f"listing {dataset.id}"):
             fingerprint = dataset_fingerprint(dataset, source.fingerprint_parts())
@@ -104,7 +104,7 @@ class DatasetStager:
     def _build_result(
         self, dataset: DatasetSettings, staged: StagedDataset, began: float, name: str, reuse_reason: str
     ) -> StageResult:
-        """The figures as the arena itself holds them, so that a reused one reports what a fresh one did."""
+        """The figures as stored in the arena, so that a reused arena reports the same as a new one."""
         meta = staged.meta
         arenas = self.home.list_arenas()
         return StageResult(
@@ -126,11 +126,11 @@ class DatasetStager:
         )
 
     def _report(self, dataset: DatasetSettings, result: StageResult, key_path: str) -> None:
-        """What the user should know of a dataset that is there now, fresh or reused."""
+        """Emit events about a dataset that was staged or reused."""
         name = f"datasets[{dataset.id}]"
         if not result.reused:
             self.context.sink.emit(
-                DecisionEvent(f"{name}.arena", result.arena, "staged: no arena held it as it is now")
+                DecisionEvent(f"{name}.arena", result.arena, "staged: no arena contains its current version")
             )
         else:
             self.context.sink.emit(DecisionEvent(f"{name}.arena", f"{result.arena} reused", result.reuse_reason))
@@ -139,7 +139,7 @@ class DatasetStager:
                 self.context.sink.emit(broken)
             require_few_broken(dataset, result.set_aside, result.files, key_path)
         if result.without_caption and dataset.captions.source != "none":
-            text = f"{result.without_caption} of {result.files} samples have no caption; they get an empty one"
+            text = f"{result.without_caption} of {result.files} samples have no caption; an empty one is used"
             self.context.sink.emit(WarningEvent(f"{name}.captions", text))
         if result.older_arenas:
             names = " ".join(old for old, _ in result.older_arenas)
@@ -155,16 +155,16 @@ class DatasetStager:
         self.context.sink.emit(MeasurementEvent(f"{name}.staging", result.figures()))
 
     def _warn_over_limit(self, dataset: DatasetSettings, result: StageResult) -> None:
-        """A limit bounds what is stored; what lies there already is not thrown away for it, but it is told."""
+        """Warn if a reused arena exceeds the limit, which applies only to new arenas."""
         limit = fit.memory_limit_bytes(dataset.in_memory.memory_limit_gb)
         if dataset.type == "in_memory" and limit is not None and result.stored_bytes > limit:
             size, allowed = bytes_text(result.stored_bytes), bytes_text(limit)
-            text = f"allows {allowed}, and the arena that is there already takes {size}; it is used all the same"
+            text = f"allows {allowed}, but the existing arena has {size}; it is used anyway"
             self.context.sink.emit(WarningEvent(f"datasets[{dataset.id}].in_memory.memory_limit_gb", text))
 
 
 class _StagingRun:
-    """One dataset on its way into an arena that is being built."""
+    """Stages one dataset into an arena that is being built."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class _StagingRun:
         self._key_path = key_path
 
     def run(self) -> None:
-        """List, decide, copy, judge, seal. An error on the way leaves nothing behind: the build is abandoned."""
+        """List, choose codecs, copy, check for broken files, and seal. After an error the build is abandoned."""
         listing = self._list_source()
         codecs = self._choose_codecs(listing)
         workers = self._copy_files(listing, codecs)
@@ -206,14 +206,14 @@ class _StagingRun:
         return listing
 
     def _choose_codecs(self, listing: SourceListing) -> dict[str, CodecChoice]:
-        """Codecs by format, with their reasons; none if everything is to be stored as it is."""
+        """Codecs by file format, with their reasons; empty if all files are stored uncompressed."""
         setting = self._dataset.in_memory.compression
         choices = trial.choose_codecs(setting, listing.items, self._source)
         for choice in choices.values():
             self._decide(f"in_memory.compression.{choice.format}", choice.codec, choice.reason)
             if setting != "auto" and not choice.is_worthwhile:
-                text = f"{choice.codec} gains nothing on {choice.format} ({choice.reason}), and every read pays for it"
-                self._warn("in_memory.compression", f'{text}; leave it out or set "auto"')
+                text = f"{choice.codec} gains nothing on {choice.format} ({choice.reason}) and slows down every read"
+                self._warn("in_memory.compression", f'{text}; remove it or set "auto"')
         return {} if all(choice.codec == RAW_CODEC for choice in choices.values()) else choices
 
     def _copy_files(self, listing: SourceListing, codecs: Mapping[str, CodecChoice]) -> list[StageWorker]:
@@ -234,7 +234,7 @@ class _StagingRun:
     def _create_meter(
         self, listing: SourceListing, sizes: Sequence[int], threads: int, *, sizes_known: bool
     ) -> BudgetMeter:
-        """What watches over the budget; DoesNotFit at once if the files are stored as they are and are too large."""
+        """Create the budget meter. Raises DoesNotFitError if the sizes are known (no compression) and too large."""
         capacity, budget = self._measure_budget()
         overhead = fit.overhead_bytes(len(sizes), listing.key_bytes(), listing.caption_bytes(), threads)
         if sizes_known:
@@ -244,22 +244,24 @@ class _StagingRun:
         return BudgetMeter(self._dataset.id, budget, host, len(sizes), sum(sizes), overhead_bytes=overhead)
 
     def _measure_budget(self) -> tuple[fit.StagingCapacity, fit.StagingBudget]:
-        """How much may be stored; says so where that is less than the user asked for."""
+        """How much may be stored. Emits a warning if that is less than the configured limit."""
         settings = self._dataset.in_memory
         capacity = measure_capacity(self._stager.home.path, self._stager.context.host, settings.memory_limit_gb)
         lowered = fit.lowered_memory_limit(capacity)
         if lowered is not None:
-            text = f"is {settings.memory_limit_gb:g}, and this machine can give {bytes_text(lowered)}; lowered to that"
+            text = (
+                f"is {settings.memory_limit_gb:g}, but this machine can provide {bytes_text(lowered)}; lowered to that"
+            )
             self._warn("in_memory.memory_limit_gb", text)
             self._decide("in_memory.memory_limit_gb", round(lowered / GIB, 3), text)
         if not capacity.in_memory and settings.memory_limit_gb is not None:
-            self._warn("in_memory.memory_limit_gb", "has no effect: this dataset's arena lies on a disk")
+            self._warn("in_memory.memory_limit_gb", "has no effect: this dataset's arena is on a disk")
         if not capacity.in_memory and self._dataset.type == "in_memory":
-            self._warn("type", f"is in_memory, and arena.home {self._stager.home.path} is on a disk; name one on tmpfs")
+            self._warn("type", f"is in_memory, but arena.home {self._stager.home.path} is on a disk; set one on tmpfs")
         return capacity, fit.compute_budget(capacity)
 
     def _bulk_library(self) -> Path | None:
-        """The stager's; told if it is not there."""
+        """The stager's C library. Emits a warning if it was not built."""
         if self._stager.library is None:
             text = "the package was installed without a C compiler: small files are staged by one thread at a time"
             self._warn("in_memory.num_workers", f"{text}; install one and reinstall to use more")
@@ -273,18 +275,18 @@ class _StagingRun:
         return threads
 
     def _report_broken(self, listing: SourceListing, workers: Sequence[StageWorker]) -> list[SetAsideEvent]:
-        """Everything broken, in one order whatever the threads did, and told."""
-        skipped: list[SkippedFile] = [*listing.skipped, *(one for worker in workers for _, one in worker.skipped)]
-        broken = [SetAsideEvent(self._dataset.id, one.file, one.reason) for one in sorted(skipped)]
-        for one in broken:
-            self._stager.context.sink.emit(one)
+        """Emit an event for each broken file, in an order that does not depend on the threads."""
+        skipped: list[SkippedFile] = [*listing.skipped, *(file for worker in workers for _, file in worker.skipped)]
+        broken = [SetAsideEvent(self._dataset.id, file.file, file.reason) for file in sorted(skipped)]
+        for event in broken:
+            self._stager.context.sink.emit(event)
         return broken
 
     def _seal(self, listing: SourceListing, workers: Sequence[StageWorker], set_aside: Sequence[SetAsideEvent]) -> None:
         columns = build_tables([worker.columns for worker in workers])
         for table, values in columns.items():
             self._build.put_table(table, values)
-        self._build.put_table(SET_ASIDE_TABLE, _json_column([[one.file, one.reason] for one in set_aside]))
+        self._build.put_table(SET_ASIDE_TABLE, _json_column([[event.file, event.reason] for event in set_aside]))
         formats: dict[str, FormatFigures] = {}
         for worker in workers:
             for format, figures in worker.formats.items():

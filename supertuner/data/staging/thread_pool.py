@@ -1,4 +1,4 @@
-"""Threads that share a list of chunks. The first error stops all of them and is raised where the crew was started."""
+"""Threads that process a shared list of chunks. The first error stops all of them and is raised by `run`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class ChunkWorker(Protocol):
     def process_chunk(self, chunk: range) -> None: ...
 
     def finish(self) -> None:
-        """Called once per worker, in its own thread, whatever happened."""
+        """Called once per worker, in its thread, also after an error."""
 
 
 WorkerT = TypeVar("WorkerT", bound=ChunkWorker)
 
 
 class ChunkThreadPool(Generic[WorkerT]):
-    """`threads` workers, each made and used in a thread of its own."""
+    """Runs `threads` workers, each created and used in a separate thread."""
 
     def __init__(self, create_worker: Callable[[], WorkerT], chunks: Sequence[range], threads: int) -> None:
         self._create_worker = create_worker
@@ -29,12 +29,12 @@ class ChunkThreadPool(Generic[WorkerT]):
         self._stopped = False
 
     def run(self) -> list[WorkerT]:
-        """All chunks done, or the first error. No thread is left either way."""
+        """Process all chunks and return the workers, or raise the first error. All threads have ended then."""
         with ThreadPoolExecutor(self._threads, thread_name_prefix="stage") as pool:
             try:
                 futures = [pool.submit(self._run_worker) for _ in range(self._threads)]
                 return [future.result() for future in as_completed(futures)]
-            finally:  # after an error or Ctrl-C: the pool's exit waits for threads that now end soon
+            finally:  # after an error or Ctrl-C, threads end after their current chunk
                 self._stopped = True
 
     def _next_chunk(self) -> range | None:
@@ -52,7 +52,7 @@ class ChunkThreadPool(Generic[WorkerT]):
 
 
 def split_chunks(sizes: Sequence[int], *, files: int, nbytes: int) -> list[range]:
-    """Neighbouring items in chunks of at most `files` items and about `nbytes` bytes."""
+    """Split items into consecutive chunks of at most `files` items and about `nbytes` bytes."""
     chunks: list[range] = []
     begin = total = 0
     for at, size in enumerate(sizes):

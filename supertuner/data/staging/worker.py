@@ -1,4 +1,4 @@
-"""One staging thread: each file is read once into the arena, checked on the way, and committed or set aside."""
+"""StageWorker: one staging thread; reads each file once, checks it, and commits it to the arena or sets it aside."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from supertuner.data.sources.listing import SourceItem
 
 _BUFFER_BYTES = 4 * MIB
-"""Read, checked and written together. Twice as much would save a few more waits for the interpreter's lock, and cost
-memory in every thread."""
+"""Size of the buffer whose files are read, checked and written together. Twice as much would save a few waits for the
+GIL, and cost memory in every thread."""
 _SMALL_BYTES = MIB
-"""Files up to this size are read together, as many as the buffer holds, and checked before they are stored."""
+"""Files up to this size are read together, as many as fit into the buffer, and checked before they are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagingJob:
-    """What all threads of a staging share."""
+    """What all threads that stage a dataset share."""
 
     dataset: DatasetSettings
     source: DataSource
@@ -56,15 +56,15 @@ class StagingJob:
     build: ArenaBuild
     meter: BudgetMeter
     codecs: Mapping[str, CodecChoice]
-    """Codecs by format; empty: files are stored as they are."""
+    """Codecs by file format; empty: files are stored uncompressed."""
     phase: ProgressPhase
     library: Path | None
-    """What reads and writes many files at once, if it was built."""
+    """The C library that reads and writes many files at once; None if it was not built."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class StageWorker:
-    """Has a segment of the arena to itself."""
+    """Each worker writes to a separate segment of the arena."""
 
     def __init__(self, job: StagingJob) -> None:
         self._job = job
@@ -80,10 +80,10 @@ class StageWorker:
         self.formats: dict[str, FormatFigures] = {}
 
     def process_chunk(self, chunk: range) -> None:
-        """Stage a chunk. What is done per file is kept short: reading 100 KB takes only some tens of microseconds."""
+        """Stage a chunk. Work per file is kept small, because reading 100 KB takes only tens of microseconds."""
         items = self._job.listing.items[chunk.start : chunk.stop]
         nbytes = sum([item.nbytes for item in items])
-        if self._stores_raw:  # the sizes are known: one look at the budget for all
+        if self._stores_raw:  # the sizes are known: charge the budget once for the whole chunk
             self._job.meter.charge(nbytes, sum([stored_bytes(item.nbytes) for item in items]))
         item_indices: list[int] = []
         infos: list[MediaInfo] = []
@@ -141,13 +141,13 @@ class StageWorker:
         return info
 
     def _store_unit(self, key: str, content: memoryview) -> None:
-        """Store what is not in the buffer, as a unit of its own."""
+        """Store a file that is not in the buffer as a single unit."""
         self._bulk_writer.flush()
         with self._writer.begin(key) as unit:
             unit.put(MEDIA_FIELD, content)
 
     def _store_compressed(self, key: str, content: memoryview, format: str) -> None:
-        """Store with the codec of its format, which may be none."""
+        """Store a file with the codec of its format, which may be RAW_CODEC."""
         codec = self._job.codecs[format].codec if format in self._job.codecs else RAW_CODEC
         nbytes = len(content)
         packed = content if codec == RAW_CODEC else compress(codec, content)
@@ -157,14 +157,14 @@ class StageWorker:
         self.formats.setdefault(format, FormatFigures(codec=codec)).add(1, nbytes, len(packed))
 
     def _store_large_file(self, key: str, span: FileSpan) -> MediaInfo:
-        """A file that would not fit into the buffer: in pieces straight into the arena."""
+        """Copy a file that does not fit into the buffer directly into the arena, in pieces."""
         self._bulk_writer.flush()
         fd = open_span(span)
         try:
             with self._writer.begin(key) as unit:
                 info = self._probe(unit.put_file(MEDIA_FIELD, fd, span.nbytes), self._kind)
                 require_unchanged(os.fstat(fd), span)
-        except OSError as error:  # of reading: what the arena itself meets is an ArenaError
+        except OSError as error:  # an error of reading; errors of the arena are ArenaErrors
             raise BrokenMediaError(f"unreadable: {error.strerror}") from error
         finally:
             os.close(fd)
@@ -180,13 +180,13 @@ class StageWorker:
 
 
 def small_spans(item: SourceItem) -> list[FileSpan]:
-    """What of an item is read together with others."""
+    """The spans of an item that are small enough to be read together with others."""
     limits = ((item.media, _SMALL_BYTES), (item.caption, MAX_CAPTION_BYTES))
     return [span for span, max_bytes in limits if isinstance(span, FileSpan) and 0 < span.nbytes <= max_bytes]
 
 
 def split_by_buffer(items: Sequence[SourceItem]) -> Iterator[range]:
-    """Neighbours whose small spans fit the buffer at once."""
+    """Split items into consecutive ranges whose small spans fit into the buffer together."""
     begin = buffered_bytes = 0
     for at, item in enumerate(items):
         item_bytes = buffer_bytes(small_spans(item))

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Finds ranks that are gone, stopped or hanging, and ends the job with a message that names them."""

@@ -112,20 +112,20 @@ def diagnose(
     all_ranks = list(observed)
     active_ranks = [rank for rank in all_ranks if rank.report is None or not rank.report.left]
     # In order of certainty: a missing process is a fact, silence is nearly one, idle times need all reports.
-    for one in active_ranks:
-        if one.report is not None and one.state is ProcessState.GONE:
-            return verdict_about(one.report, f"is gone: it was killed while {one.report.last_activity()}")
-    for one in active_ranks:
-        if one.silent_s >= (timeout_s if silent_s is None else silent_s):
-            return _silence_verdict(one)
-    reports = [one.report for one in active_ranks if one.report is not None]
+    for rank in active_ranks:
+        if rank.report is not None and rank.state is ProcessState.GONE:
+            return verdict_about(rank.report, f"is gone: it was killed while {rank.report.last_activity()}")
+    for rank in active_ranks:
+        if rank.silent_s >= (timeout_s if silent_s is None else silent_s):
+            return _silence_verdict(rank)
+    reports = [rank.report for rank in active_ranks if rank.report is not None]
     hanging = [r for r in reports if r.idle_s >= timeout_s and not r.waits]
     if hanging:
         return _stall_verdict(hanging, "hangs", "hang", "no sign of life")
     stuck = [r for r in reports if r.idle_s >= timeout_s and r.waits]
     # Ranks that have finished count here: their last action may just have ended a long wait of the others, whose
     # reports are older than that.
-    if stuck and all(one.report is not None and one.report.idle_s >= timeout_s for one in all_ranks):
+    if stuck and all(rank.report is not None and rank.report.idle_s >= timeout_s for rank in all_ranks):
         return _stall_verdict(stuck, "waits for the others", "wait for each other", "nothing arrived")
     return None
 

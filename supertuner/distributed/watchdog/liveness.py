@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -36,7 +37,7 @@ BUSY_BYTES_PER_S = 1 << 14
 @dataclass(frozen=True, slots=True)
 class ThreadLocation:
     where: str = ""
-    """Innermost line of this package: `supertuner/file.py:line, function`."""
+    """Innermost line of this package, and what is awaited there: `supertuner/file.py:line, function, waiting for …`."""
     waits_for_ranks: bool = False
     """The process waits for other ranks, and none of its threads makes anything that they may wait for."""
     outside_window: bool = False
@@ -50,16 +51,19 @@ def current_location() -> ThreadLocation:
     main = stacks.pop(threading.main_thread().ident or 0, _ThreadStack(None, ()))
     others = list(stacks.values())
     # Follow the waits from thread to thread: main waits for the batch thread, which may wait for the epoch thread.
-    stack: _ThreadStack | None = main
-    found = main
-    while stack is not None:
-        found, task = stack, stack.awaited_task
-        stack = next((one for one in others if task is not None and task in one.tasks), None)
+    stack, worker = main, _worker(main, others)
+    while worker is not None:
+        stack, worker = worker, _worker(worker, others)
     # A process that waits for others may still owe them something: while its epoch thread works, that is where it is.
-    if found.waits_for_ranks:
-        found = next((one for one in others if one.works_for_ranks and not one.waits_for_ranks), found)
-    outside_window = found is not main or any(one.compiles for one in (main, *others))
-    return ThreadLocation(found.where, found.waits_for_ranks, outside_window)
+    if stack.waits_for_ranks:
+        stack = next((other for other in others if other.works_for_ranks and not other.waits_for_ranks), stack)
+    outside_window = stack is not main or any(thread.compiles for thread in (main, *others))
+    return ThreadLocation(stack.where, stack.waits_for_ranks, outside_window)
+
+
+def _worker(waiting: _ThreadStack, others: Sequence[_ThreadStack]) -> _ThreadStack | None:
+    """The thread that works on what this one waits for."""
+    return next((other for other in others if waiting.awaited_task in other.tasks), None)
 
 
 class _ThreadStack:
@@ -83,13 +87,16 @@ class _ThreadStack:
             elif code.co_filename in COMPILER_FILES:
                 self.compiles = True
             frame = frame.f_back
+        awaited = [mark.task for mark in marks if mark.kind is MarkKind.WAITS_FOR_RANKS]
+        if awaited:
+            self.where += f", waiting for {awaited[-1]}"
 
 
 class LivenessMonitor:
     """Measures how long the main thread has been idle. Time during which this process was stopped does not count."""
 
     def __init__(self, heartbeat: Heartbeat, *, chunk_s: float) -> None:
-        """`chunk_s`: the use of CPU, disk and network is looked at every so many seconds."""
+        """`chunk_s`: seconds between two checks of the use of CPU, disk and network."""
         self._heartbeat, self._chunk_s = heartbeat, chunk_s
         self._last_beat_s, self._marks = time.monotonic(), -1
         self._chunk_elapsed_s = 0.0

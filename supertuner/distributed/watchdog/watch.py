@@ -214,7 +214,7 @@ class RankWatchdog:
             *self._peers.observe(all_ranks=broken or done or idle),
             ObservedRank(report.rank, report, 0.0, ProcessState.ALIVE),
         ]
-        if done and all(one.report is not None and one.report.left for one in observed):
+        if done and all(rank.report is not None and rank.report.left for rank in observed):
             self._all_ranks_done.set()
             return
         silent_s = min(SILENCE_S, self._stall_timeout_s) if broken else None

@@ -81,11 +81,6 @@ class EmulatedMachine:
         """Whether the GPU can access ordinary memory of the process."""
         return self.ats or self.one_pool
 
-    @property
-    def migrates_pages(self) -> bool:
-        """Whether there are two memories and the driver can migrate managed pages between them at any time."""
-        return self.managed and self.concurrent and not self.one_pool
-
 
 @dataclass(frozen=True, slots=True)
 class EmulatorParameters:

@@ -113,7 +113,7 @@ class ResidencyHints:
             return replace(self._unavailable_outcome, requested=requested)
         pages = whole_pages_inside((requested,), self._issuer.driver.page_bytes)
         if not pages:
-            return replace(_smaller_than_page(self._issuer), requested=requested)
+            return replace(_no_page_outcome(self._issuer.driver.page_bytes, nbytes), requested=requested)
         return replace(self._issuer.issue(pages, self._requests[BatchHint.PREFER_CPU]), requested=requested)
 
     def forget(self, span: AddressRange | None = None) -> None:
@@ -176,11 +176,7 @@ class ResidencyHints:
             if isinstance(pages, TooManyPieces):
                 outcome = HintOutcome(HintStatus.UNSUPPORTED, "a view in too many pieces")
             elif not pages:
-                outcome = (
-                    _smaller_than_page(self._issuer)
-                    if requested.nbytes < self._issuer.driver.page_bytes
-                    else _no_whole_page(self._issuer)
-                )
+                outcome = _no_page_outcome(self._issuer.driver.page_bytes, requested.nbytes)
             else:
                 outcome = self._issuer.issue(pages, request, tensor_device=tensor.device.index, wait=wait)
         outcome = replace(outcome, requested=requested)
@@ -218,13 +214,9 @@ def _open_issuer(
     return HintIssuer(driver, device, headroom, free), HintOutcome(HintStatus.NO_EFFECT, "hints are on")
 
 
-def _smaller_than_page(issuer: HintIssuer) -> HintOutcome:
-    return HintOutcome(HintStatus.NO_EFFECT, f"smaller than a page of {bytes_text(issuer.driver.page_bytes)}")
-
-
-def _no_whole_page(issuer: HintIssuer) -> HintOutcome:
-    page = bytes_text(issuer.driver.page_bytes)
-    return HintOutcome(HintStatus.NO_EFFECT, f"it does not cover a whole page of {page}")
+def _no_page_outcome(page_bytes: int, nbytes: int) -> HintOutcome:
+    problem = "smaller than a page of" if nbytes < page_bytes else "it does not cover a whole page of"
+    return HintOutcome(HintStatus.NO_EFFECT, f"{problem} {bytes_text(page_bytes)}")
 
 
 @dataclass(slots=True)
@@ -322,22 +314,19 @@ def prefetch_batch_to_device(batch: object) -> BatchHintSummary:
 def optimize_batch_for_gh200(batch: object) -> BatchHintSummary:
     """Place a batch where the next step reads it, by the policy table; returns the counted outcomes."""
     disabled = _disabled_outcome()
-    return BatchHintSummary.from_counts(
-        _count_all(batch, disabled) if disabled else _process_hints().place_batch(batch)
+    return (
+        _count_all(batch, disabled) if disabled else BatchHintSummary.from_counts(_process_hints().place_batch(batch))
     )
 
 
 def _hint_each(batch: object, hint: BatchHint) -> BatchHintSummary:
     disabled = _disabled_outcome()
-    return (
-        BatchHintSummary.from_counts(_count_all(batch, disabled))
-        if disabled
-        else _process_hints().hint_batch(batch, hint)
-    )
+    return _count_all(batch, disabled) if disabled else _process_hints().hint_batch(batch, hint)
 
 
-def _count_all(batch: object, outcome: HintOutcome) -> OutcomeCounts:
-    return Counter({(outcome.status, outcome.reason): sum(1 for _ in named_tensors(batch))})
+def _count_all(batch: object, outcome: HintOutcome) -> BatchHintSummary:
+    """The summary of a batch whose tensors all have this outcome."""
+    return BatchHintSummary.from_counts({(outcome.status, outcome.reason): sum(1 for _ in named_tensors(batch))})
 
 
 def _disabled_outcome() -> HintOutcome | None:

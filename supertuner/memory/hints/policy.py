@@ -51,20 +51,7 @@ TO_GPU: Final = (BatchHint.PREFER_GPU, BatchHint.PREFETCH)
 FETCH: Final = (BatchHint.PREFETCH,)
 
 POLICIES: Final[Mapping[PolicyName, Mapping[BatchTensorKind, tuple[BatchHint, ...]]]] = {
-    "default": {
-        BatchTensorKind.LATENTS: FETCH,
-        BatchTensorKind.CONDITIONING: FETCH,
-        BatchTensorKind.UNCONDITIONAL: FETCH,
-        BatchTensorKind.TEXT: FETCH,
-        BatchTensorKind.POOLED: FETCH,
-        BatchTensorKind.MASKS: FETCH,
-        BatchTensorKind.AUDIO_LATENTS: FETCH,
-        BatchTensorKind.SAMPLES: FETCH,
-        BatchTensorKind.WAVEFORMS: FETCH,
-        BatchTensorKind.NOISE: FETCH,
-        BatchTensorKind.SIGMAS: FETCH,
-        BatchTensorKind.OTHER: FETCH,
-    },
+    "default": dict.fromkeys(BatchTensorKind, FETCH),
     "forks": {
         BatchTensorKind.LATENTS: TO_HOST,
         BatchTensorKind.CONDITIONING: TO_GPU,

@@ -99,11 +99,8 @@ class HintIssuer:
             predicted = self.predict_outcome(kind, request, tensor_device)
             if predicted is not None:
                 return predicted
-            if (
-                request.verb is HintVerb.PREFETCH
-                and isinstance(request.location, GpuLocation)
-                and not self._has_room(spans)
-            ):
+            to_gpu = isinstance(request.location, GpuLocation)
+            if request.verb is HintVerb.PREFETCH and to_gpu and not self._has_room(spans):
                 return HintOutcome(HintStatus.REFUSED, "too little GPU memory would stay free")
         except DriverError as error:
             return _error_outcome(error)
@@ -113,19 +110,15 @@ class HintIssuer:
         self, kind: MemoryKind, request: HintRequest, tensor_device: int | None = None
     ) -> HintOutcome | None:
         """The outcome that follows from the kind of memory alone; None if the driver must be called."""
-        to_gpu, is_access_hint = (
-            isinstance(request.location, GpuLocation),
-            request.verb in (HintVerb.ACCESSED_BY, HintVerb.READ_MOSTLY),
-        )
+        location = request.location
+        is_access_hint = request.verb in (HintVerb.ACCESSED_BY, HintVerb.READ_MOSTLY)
         if self.device.integrated:
             return HintOutcome(HintStatus.NO_EFFECT, "CPU and GPU share one pool of memory")
         if kind is MemoryKind.PINNED:
             return HintOutcome(HintStatus.NO_EFFECT, "pinned memory is locked in host memory")
         if kind is MemoryKind.DEVICE:
-            stays = is_access_hint or (
-                isinstance(request.location, GpuLocation) and tensor_device in (None, request.location.device)
-            )
-            if stays:
+            to_gpu = isinstance(location, GpuLocation)
+            if is_access_hint or (isinstance(location, GpuLocation) and tensor_device in (None, location.device)):
                 return HintOutcome(HintStatus.NO_EFFECT, "device memory never leaves its GPU")
             where = "another GPU" if to_gpu else "the host"
             return HintOutcome(

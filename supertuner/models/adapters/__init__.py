@@ -1,1 +1,1 @@
-"""To be written."""
+"""Adapters: attaching, training state, file formats of many programs, merging."""

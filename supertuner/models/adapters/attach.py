@@ -1,8 +1,8 @@
-"""What is trained of an expert: an adapter by peft or LyCORIS, or all of its weights; its state, and what others load.
+"""The trainable parameters of an expert: an adapter by peft or LyCORIS, or all weights; their state and their export.
 
-attach ──► Trained ──► state / load_state     copies out, copies in: the optimizer keeps its parameters
-              ├──────► applied                other values (an average) for a while, then the same bits as before
-              └──────► exported / save_full   files that diffusers or lycoris-lora load
+attach ──► TrainableExpert ──► trainable_state, load_trainable_state   copies out and in; same parameter objects
+                 ├───────────► temporary_weights                       other values (an average) inside a block
+                 └───────────► export_tensors, save_full_weights       files that diffusers or lycoris-lora load
 """
 
 from __future__ import annotations
@@ -50,54 +50,54 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RowShard:
-    """Which part of a whole tensor is here: some of its rows, all there is of each."""
+    """This process's part of a sharded tensor: some of its rows."""
 
     full_shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     first_row: int
-    """The first row that is here; how many there are, the part itself says. It may be none."""
+    """The index of the first row. The number of rows is that of the part itself, possibly 0."""
 
 
 class ShardedParameters(Protocol):
-    """A module whose weights are shared out over processes: each trained parameter is this process's part of one."""
+    """The shards of a module (FSDP): each trained parameter is this process's rows of a whole parameter."""
 
     @property
     def row_shards(self) -> Mapping[str, RowShard]:
-        """Of each trained parameter, by name."""
+        """The shard of each trained parameter by name."""
 
     def mark_changed(self) -> None:
-        """Somebody wrote into the parts: whatever was put together from them is out of date."""
+        """Call after writing into the parts: whole tensors gathered from them before are out of date."""
 
     def gather_full(self, name: str, part: torch.Tensor, /) -> torch.Tensor | None:
-        """A tensor of a parameter's shape put together in host memory, for the first process; None: this is another
-        one. All processes call it, in the same order."""
+        """The whole tensor of which `part` is this process's shard, in host memory on the first process; None on the
+        others. All processes must call it in the same order."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TrainableExpert:
-    """An expert's module and those of its parameters that learn."""
+    """An expert's module and its trainable parameters."""
 
     name: str
-    """The expert's."""
+    """The name of the expert."""
     adapter_type: Literal["lora", "locon", "loha", "lokr", "diff", "full"]
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]
-    """Name in the module (without the adapter's own name) → parameter in fp32, in the module's order."""
+    """Name in the module (without the adapter's own name) → fp32 parameter, in the module's order."""
     layers: Mapping[str, AdapterSize] = field(default_factory=dict)
-    """The layers that adapters are put on, in the module's order; all weights: none."""
+    """The layers with adapters, in the module's order; empty if all weights are trained."""
     note: str | None = None
-    """What the user should know."""
+    """A note for the user."""
     shards: ShardedParameters | None = None
-    """All weights, shared out over processes; None: what is trained is here as a whole."""
+    """The shards if the parameters are sharded over processes; None: they are whole."""
 
 
 def attach(
     module: nn.Module, settings: AdapterSettings, targets: Sequence[str], *, seed: int, name: str
 ) -> TrainableExpert:
-    """Make of `module` what the settings (of this expert) say. The same seed gives the same bits; the global random
-    state stays.
+    """Attach the adapter that the settings of this expert describe, or make all weights trainable.
 
-    `targets` are endings of module names, and have a meaning only for an adapter.
+    Equal seeds give equal bits; torch's global random state does not change. `targets` are endings of module names and
+    are ignored if all weights are trained.
     """
     if settings.type == "full":
         return _train_all_weights(module, name)
@@ -109,36 +109,37 @@ def attach(
     if settings.type == "diff":
         _require_unquantized(module, layers, name, settings.type)
     trainable = lycoris.inject(module, settings, layers, seed=seed, name=name)
-    return TrainableExpert(
-        name, settings.type, module, trainable, layers, lycoris.full_matrix_note(module, layers)
-    )
+    return TrainableExpert(name, settings.type, module, trainable, layers, lycoris.full_matrix_note(module, layers))
 
 
 def trainable_state(expert: TrainableExpert) -> Tensors:
-    """Copies of what is trained, on the CPU."""
+    """Copies of the trained parameters on the CPU."""
     return {name: parameter.detach().to("cpu", copy=True).contiguous() for name, parameter in expert.parameters.items()}
 
 
 def load_trainable_state(expert: TrainableExpert, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give every trained parameter its value from `tensors`, in place and to the bit, or change none of them."""
+    """Copy the values of all trained parameters from `tensors`, in place and to the bit.
+
+    Raises ModelError, and changes nothing, if names, shapes or formats differ.
+    """
     _check_tensors_fit(expert, tensors)
     _copy_values(expert, tensors)
 
 
 @contextmanager
 def temporary_weights(expert: TrainableExpert, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Compute with `values` inside the block. The trained ones are set aside, and return unchanged."""
+    """Inside the block the module computes with `values`. Afterwards it has its parameters back, unchanged."""
     _check_tensors_fit(expert, values)
     with _swapped_storage(expert, values) if expert.shards is None else _overwritten_in_place(expert, values):
         yield
 
 
 def export_tensors(expert: TrainableExpert, prefix: str, settings: AdapterSettings) -> tuple[Tensors, dict[str, str]]:
-    """Tensors and metadata of a .safetensors file: a LoRA as diffusers' `load_lora_weights` takes it, others as
-    lycoris-lora's loader does. The settings are those of this expert.
+    """Tensors and metadata of a .safetensors file: a LoRA for diffusers' `load_lora_weights`, other types for
+    lycoris-lora's loader. The settings are those of this expert.
 
-    Scales are multiplied into the tensors; the metadata says which rank and alpha it was trained with. (All weights:
-    they have no prefix, and belong in `save_full`.)
+    Scales are multiplied into the tensors; the metadata records the rank and alpha of the training. (If all weights are
+    trained, the tensors have no prefix; use `save_full_weights` for files.)
     """
     if expert.adapter_type == "full":
         return trainable_state(expert), {"format": "pt"}
@@ -162,9 +163,9 @@ def _export_metadata(expert: TrainableExpert, settings: AdapterSettings) -> dict
 
 
 def save_full_weights(expert: TrainableExpert, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a fully trained module into a new folder that diffusers' `from_pretrained` takes, synced to the disk.
+    """Write a fully trained module into a new folder for diffusers' `from_pretrained`, synced to disk.
 
-    Of weights that are shared out, all processes call it, and the first writes; its host memory holds all of them.
+    With sharded weights all processes must call it; the first one writes, and holds all weights in its host memory.
     """
     from diffusers import ModelMixin
 
@@ -187,10 +188,10 @@ def save_full_weights(expert: TrainableExpert, folder: Path, dtype: torch.dtype 
 
 
 def _unsharded_module(module: Any, values: Tensors) -> Any:
-    """A module of the same kind that holds these values; None: there are none, another process has them."""
+    """A module of the same class with these whole values; None if there are none, as on processes that do not write."""
     if not values:
         return None
-    model_class: Any = next(one for one in type(module).__mro__ if one.__module__.startswith("diffusers."))
+    model_class: Any = next(base for base in type(module).__mro__ if base.__module__.startswith("diffusers."))
     with torch.device("meta"):
         unsharded = model_class.from_config(module.config)
     buffers = {name: buffer for name, buffer in module.named_buffers() if name in unsharded.state_dict()}
@@ -199,7 +200,7 @@ def _unsharded_module(module: Any, values: Tensors) -> Any:
 
 
 def _remove_source_path(config: Path) -> None:
-    """Diffusers notes the folder that the module was loaded from: somebody's path, in a file that is given away."""
+    """Remove the local path that diffusers writes into the config: the file may be published."""
     facts = json.loads(config.read_bytes())
     facts.pop("_name_or_path", None)
     config.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
@@ -219,7 +220,7 @@ def _swapped_storage(expert: TrainableExpert, values: Mapping[str, torch.Tensor]
 
 @contextmanager
 def _overwritten_in_place(expert: TrainableExpert, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Parts are windows into memory that others know by its place: they cannot be swapped."""
+    """Shards are views of memory that FSDP refers to by address, so values are copied instead of swapped."""
     originals = {name: parameter.detach().clone() for name, parameter in expert.parameters.items()}
     try:
         _copy_values(expert, values)
@@ -244,13 +245,13 @@ def _train_all_weights(module: nn.Module, name: str) -> TrainableExpert:
 
 
 def _require_unquantized(module: nn.Module, layers: Iterable[str], name: str, adapter_type: str) -> None:
-    """8-bit weights cannot learn."""
-    parameters = {key: own for layer in layers for key, own in module.get_submodule(layer).named_parameters(layer)}
+    """Raise ModelError if a parameter of these layers is quantized, because it cannot be trained."""
+    parameters = {key: p for layer in layers for key, p in module.get_submodule(layer).named_parameters(layer)}
     quantized = [key for key, parameter in parameters.items() if type(parameter.data) is not torch.Tensor]
     if quantized:
         raise ModelError(
-            f'adapter.type is "{adapter_type}", but {len(quantized)} weights of {name} are 8-bit ({quantized[0]} …) and cannot '
-            'learn; set model.base_weights: "as_computed", or adapter.type: "lora"'
+            f'adapter.type is "{adapter_type}", but {len(quantized)} weights of {name} are 8-bit ({quantized[0]} …) '
+            'and cannot be trained; set model.base_weights: "as_computed", or adapter.type: "lora"'
         )
 
 
@@ -259,7 +260,7 @@ def _check_tensors_fit(expert: TrainableExpert, tensors: Mapping[str, torch.Tens
     missing = [name for name in expected if name not in tensors]
     unexpected = [name for name in tensors if name not in expected]
     problems = [f"{len(missing)} are missing ({summarize_names(missing, 3)})"] if missing else []
-    problems += [f"{len(unexpected)} do not belong there ({summarize_names(unexpected, 3)})"] if unexpected else []
+    problems += [f"{len(unexpected)} are unexpected ({summarize_names(unexpected, 3)})"] if unexpected else []
     for name, parameter in expected.items():
         tensor = tensors.get(name)
         if tensor is not None and (tensor.shape != parameter.shape or tensor.dtype != parameter.dtype):
@@ -268,6 +269,6 @@ def _check_tensors_fit(expert: TrainableExpert, tensors: Mapping[str, torch.Tens
             )
     if problems:
         raise ModelError(
-            f"tensors for {expert.name} do not fit what is trained of it: {'; '.join(problems[:4])}; they come from "
-            "another model or other adapter settings (type, rank, targets)"
+            f"the tensors do not match the trained parameters of {expert.name}: {'; '.join(problems[:4])}; they come "
+            "from another model or other adapter settings (type, rank, targets)"
         )

@@ -1,7 +1,7 @@
-"""An adapter that exists already: where a new one begins, or frozen below it.
+"""Uses an existing adapter file: as initial values of a new adapter, or merged into the frozen weights.
 
-Its tensors come by layer, under diffusers' names, and are called as LyCORIS calls them. Nothing is dropped unnoticed:
-layers that are not there and tensors that do not fit are refused, with what would mend it, and change nothing.
+The tensors are grouped by layer, with the layer names of diffusers and the tensor names of LyCORIS. Nothing is ignored:
+unknown layers and tensors that do not fit raise ModelError with the remedy, before anything changes.
 """
 
 from __future__ import annotations
@@ -27,32 +27,34 @@ PEFT_TO_LYCORIS: Final = {
     "lora_B.weight": "lora_up.weight",
     "lora_magnitude_vector.weight": "dora_scale",
 }
-"""What peft calls a tensor → what LyCORIS does."""
+"""Tensor name of peft → tensor name of LyCORIS."""
 
 
 class ExistingAdapter(NamedTuple):
-    """A file that was read for one expert."""
+    """An adapter file as read for one expert."""
 
     path: Path
     layers: Mapping[str, Tensors]
     digest: str
-    """What its tensors are known by, whatever they are called in it."""
+    """A digest of its tensors that does not depend on their names in the file."""
 
 
 def load_initial_values(expert: TrainableExpert, layers: Mapping[str, Tensors], path: Path) -> str:
-    """Give the new adapter the values of the file; how many layers, for the log. It must be of the same kind and size;
-    alpha may differ, and what the adapter adds stays the same."""
+    """Set the new adapter's parameters to the values of the file; return a line for the log.
+
+    Type and size must be equal. Alpha may differ: the values are rescaled so that the adapter's output is the same.
+    """
     load_trainable_state(expert, _initial_values(expert, layers, path, trainable_state(expert)))
-    return f"{len(layers)} of {len(expert.layers)} layers begin with the values of {path}"
+    return f"{len(layers)} of {len(expert.layers)} layers start from the values of {path}"
 
 
 def check_initial_values(
     module: nn.Module, settings: AdapterSettings, targets: Sequence[str], name: str, adapter: ExistingAdapter
 ) -> None:
-    """Refuse what `start` would, on a module without weights. It is changed, and of no use afterwards."""
+    """Raise the errors of `load_initial_values`, on a module without weights, which must not be used afterwards."""
     if settings.type == "diff":  # attaching copies weights, and there are none
         layers = select_layers(module, settings, targets, name)
-        parameters = {key: one for layer in layers for key, one in module.get_submodule(layer).named_parameters(layer)}
+        parameters = {key: p for layer in layers for key, p in module.get_submodule(layer).named_parameters(layer)}
         expert = TrainableExpert(name, "diff", module, parameters, layers)
     else:
         expert = attach(module, settings, targets, seed=0, name=name)
@@ -60,14 +62,14 @@ def check_initial_values(
 
 
 def check_merge_frozen(module: nn.Module, adapter: ExistingAdapter) -> None:
-    """Refuse what `freeze` would, on a module without weights."""
+    """Raise the errors of `merge_frozen`, on a module without weights."""
     merge_frozen(module, _shapes_only(adapter.layers), adapter.path)
 
 
 def _shapes_only(layers: Mapping[str, Tensors]) -> dict[str, Tensors]:
-    """The tensors' shapes; alpha is kept, because what is computed depends on it."""
+    """The tensors on the meta device, except alpha, whose value determines the scale."""
     return {
-        layer: {name: one if name == ALPHA else one.to("meta") for name, one in tensors.items()}
+        layer: {name: tensor if name == ALPHA else tensor.to("meta") for name, tensor in tensors.items()}
         for layer, tensors in layers.items()
     }
 
@@ -75,12 +77,12 @@ def _shapes_only(layers: Mapping[str, Tensors]) -> dict[str, Tensors]:
 def _initial_values(
     expert: TrainableExpert, layers: Mapping[str, Tensors], path: Path, current: Mapping[str, torch.Tensor]
 ) -> Tensors:
-    """What the trained parameters begin with: by the file, else as they are now."""
+    """The initial values of all trained parameters: from the file, or else their current values."""
     unknown = [layer for layer in layers if layer not in expert.layers]
     if unknown:
         raise ModelError(
-            f"{path} has {len(unknown)} layers that are not trained ({summarize_names(unknown, 3)}); say adapter.targets so that "
-            "they are, or put the file below as adapter.frozen"
+            f"{path} has {len(unknown)} layers that are not trained ({summarize_names(unknown, 3)}); extend "
+            "adapter.targets to include them, or use the file as adapter.frozen"
         )
     values = {**current}
     unused = {layer: set(tensors) - {ALPHA} for layer, tensors in layers.items()}
@@ -92,43 +94,45 @@ def _initial_values(
     leftovers = [f"{layer}: {', '.join(sorted(names))}" for layer, names in unused.items() if names]
     if leftovers:
         raise ModelError(
-            f"{path} does not fit the adapter, which has no place for {summarize_names(leftovers, 3)}; set adapter.type, dora and "
-            "modules as it was trained, or put the file below as adapter.frozen"
+            f"{path} does not fit the adapter, which has no parameters for {summarize_names(leftovers, 3)}; set "
+            "adapter.type, dora and modules as in its training, or use the file as adapter.frozen"
         )
     return values
 
 
 def merge_frozen(module: nn.Module, layers: Mapping[str, Tensors], path: Path) -> str:
-    """Add the file's adapter to the weights of the module, in fp32 and rounded once; how many layers, for the log."""
+    """Merge the file's adapter into the module's weights, in fp32 and rounded once; return a line for the log."""
     modules = dict(module.named_modules())
     unknown = [layer for layer in layers if getattr(modules.get(layer), "weight", None) is None]
     if unknown:
         raise ModelError(
-            f"{path} has {len(unknown)} layers that the model has not ({summarize_names(unknown, 3)}); it is of another model"
+            f"{path} has {len(unknown)} layers that the model does not have ({summarize_names(unknown, 3)}); it "
+            "belongs to another model"
         )
     without_bias = [
-        key for key, own in layers.items() if changes_bias(own) and getattr(modules[key], "bias", None) is None
+        key for key, tensors in layers.items() if changes_bias(tensors) and getattr(modules[key], "bias", None) is None
     ]
     if without_bias:
         raise ModelError(
-            f"{path} changes the bias of {len(without_bias)} layers that have none ({summarize_names(without_bias, 3)}); it is of another model"
+            f"{path} changes the bias of {len(without_bias)} layers that have none "
+            f"({summarize_names(without_bias, 3)}); it belongs to another model"
         )
     with torch.no_grad():
         for key, tensors in layers.items():
             layer: Any = modules[key]
             device = layer.weight.device
-            adapter_tensors = {name: one if name == ALPHA else one.to(device) for name, one in tensors.items()}
+            adapter_tensors = {name: tensor if name == ALPHA else tensor.to(device) for name, tensor in tensors.items()}
             try:
                 layer.weight.copy_(merged_weight(layer.weight, adapter_tensors, key))
                 if changes_bias(adapter_tensors):
                     layer.bias.copy_(merged_bias(layer.bias, adapter_tensors, key))
             except ModelError as error:
-                raise ModelError(f"{path}: {error}; the file is damaged, or of another model") from error
-    return f"{path} is frozen below what is trained, on {len(layers)} layers"
+                raise ModelError(f"{path}: {error}; the file is damaged or belongs to another model") from error
+    return f"{path} is merged into the frozen weights of {len(layers)} layers"
 
 
 def _lycoris_name(name: str, expert: TrainableExpert) -> tuple[str, str]:
-    """A trained parameter as (its layer, what LyCORIS calls it)."""
+    """The layer of a trained parameter, and its tensor name in LyCORIS."""
     layer = next(key for key in _dotted_prefixes(name) if key in expert.layers)
     tensor_name = name.removeprefix(f"{layer}.")
     if expert.adapter_type == "diff":
@@ -152,10 +156,10 @@ def _initial_value(
         or stored.numel() != current.numel()
         or (stored.dim() == current.dim() and stored.shape != current.shape)
     ):
-        stored_shapes = [f"{name} {list(one.shape)}" for name, one in tensors.items()]
+        stored_shapes = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()]
         raise ModelError(
-            f"{path} does not fit the adapter: {layer} needs {tensor_name} {list(current.shape)}, and the file has "
-            f"{summarize_names(stored_shapes, 4)}; set adapter.type, rank, dora and modules as it was trained"
+            f"{path} does not fit the adapter: {layer} needs {tensor_name} {list(current.shape)}, but the file has "
+            f"{summarize_names(stored_shapes, 4)}; set adapter.type, rank, dora and modules as in its training"
         )
     if expert.adapter_type == "diff":
         return current + stored.reshape(current.shape)
@@ -170,7 +174,7 @@ def _initial_value(
 
 
 def _file_scale(tensors: Tensors) -> float:
-    """alpha / rank of a file; whole Kronecker factors have no rank, and no scale."""
+    """alpha / rank of a file; 1 without an alpha, and for full Kronecker factors, which have no rank."""
     rank_tensors = ("lora_down.weight", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
     rank = next((tensors[name].shape[0] for name in rank_tensors if name in tensors), None)
     return 1.0 if rank is None or ALPHA not in tensors else float(tensors[ALPHA]) / rank

@@ -1,10 +1,19 @@
-"""One canonical name per (expert, layer, tensor) of an adapter, and every program's keys to it and from it. Pure.
+"""Translates the keys of adapter files of many programs to canonical names (expert, layer, tensor), and back. Pure.
 
-    keys of a file ──read──► Reading: scheme, families, key → Name, and each key that is not understood with the reason
-    Name ──write──► the key that a scheme gives it
+    keys of a file ──read_keys──► AdapterKeyReading: scheme, families, key → canonical name, unknown keys and why
+    canonical name ──format_key──► the key in a scheme
 
-A layer's canonical name is diffusers'. Flattened names (`blocks_0_attn1_to_q`) are never taken apart by rule: they are
-looked up among the layers that the families have, so `transformer_1_blocks_1_…` is stage 1's block 1 and nothing else.
+The canonical name of a layer is that of diffusers. Reading a key has three steps:
+
+1. The tensor's name is split off at the end, in any known spelling (`split_tensor_name`).
+2. Every known prefix that the rest starts with is tried; it determines the style and the expert (`_prefixes`).
+3. What remains is looked up in a table of all layer names of all families, with `#` in place of numbers
+   (`_layer_index`). A flattened name (`blocks_0_attn1_to_q`) is never split at its underscores by rule: underscores
+   occur within names as well, so only the table can tell where they stand for dots. For example
+   `transformer_1_blocks_1_…` is block 1 of stage 1, because no layer is named `1.blocks.1…`.
+
+One key alone can have several meanings. All keys of a file share one scheme, so the combination of style, naming and
+family that explains the most keys decides; keys that it does not explain are reported, never guessed.
 """
 
 from __future__ import annotations
@@ -38,18 +47,18 @@ from supertuner.models.adapters.keys_schemes import (
 )
 
 _NUMBER_PATTERN: Final = re.compile(r"(?<![^._$])(?:0|[1-9][0-9]*|#)(?![^._$])")
-"""A part of a name that is nothing but a number, whatever joins the parts."""
+"""A part of a name that is a number (or `#`), for any separator."""
 _TEXT_ENCODER_PREFIXES: Final = ("lora_te", "text_encoder", "text_model.", "te1_", "te2_")
 MAX_LISTED: Final = 5
 
 
 class AdapterTensorName(NamedTuple):
-    """What a key means, whoever wrote it."""
+    """The canonical meaning of a key, independent of the program that wrote it."""
 
     expert: str | None
-    """None: the key does not say."""
+    """None if the key does not name an expert."""
     module: str
-    """The layer in diffusers; see keys_modules for layers that the original fuses."""
+    """The layer's name in diffusers; see keys_modules for layers that are fused in the original code."""
     tensor: str
 
     def __str__(self) -> str:
@@ -57,7 +66,7 @@ class AdapterTensorName(NamedTuple):
 
 
 class _KeyMeaning(NamedTuple):
-    """One way to understand a key."""
+    """One possible meaning of a key."""
 
     style: str
     naming: LayerNaming
@@ -67,15 +76,15 @@ class _KeyMeaning(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdapterKeyReading:
-    """What the keys of a file say."""
+    """The result of reading the keys of a file."""
 
     scheme: KeyScheme
     families: tuple[str, ...]
-    """Those whose layers they can be; more than one where the file has only layers that they share."""
+    """The families that have all these layers; more than one if the file has only layers that they share."""
     names: Mapping[str, AdapterTensorName]
-    """Key → what it means, in the file's order."""
+    """Key → canonical name, in the file's order."""
     unknown: Mapping[str, str]
-    """Key → why it is not understood."""
+    """Key → why it has no canonical name."""
 
     @property
     def experts(self) -> tuple[str | None, ...]:
@@ -83,16 +92,15 @@ class AdapterKeyReading:
 
     @property
     def family(self) -> str:
-        """The one that is needed where names differ by family."""
+        """The only family. Raises ModelError if there are several."""
         if len(self.families) != 1:
             raise ModelError(
-                f"these layers are in {' and '.join(self.families)} alike; say which family the adapter is for "
-                "(--family)"
+                f"the layers of this adapter exist in {' and '.join(self.families)}; choose the family with --family"
             )
         return self.families[0]
 
     def summary(self) -> str:
-        """How many keys matched, and the others by name."""
+        """The number of keys that matched, and the names of others."""
         matched = f"{len(self.names)} of {len(self.names) + len(self.unknown)} keys matched"
         listed = [f"{key} ({why})" for key, why in list(self.unknown.items())[:MAX_LISTED]]
         more = f" and {len(self.unknown) - MAX_LISTED} more" if len(self.unknown) > MAX_LISTED else ""
@@ -100,31 +108,33 @@ class AdapterKeyReading:
 
 
 def read_keys(keys: Iterable[str], family: str | None = None) -> AdapterKeyReading:
-    """Understand the keys of a file, all by the same scheme. ModelError where none of them is understood.
+    """Read all keys of a file by one scheme. Raises ModelError if none of them has a meaning.
 
-    `family`: which it is known to be for; without it the keys decide.
+    `family` restricts the reading to one family; by default the keys decide.
     """
     allowed_families = _allowed_families(family)
-    meanings = {key: [one for one in _meanings(key) if one.family in allowed_families] for key in keys}
-    votes = Counter((one.style, one.naming, one.family) for found in meanings.values() for one in found)
+    meanings = {key: [meaning for meaning in _meanings(key) if meaning.family in allowed_families] for key in keys}
+    # Each key votes for every scheme that explains it. The scheme with the most votes is that of the file; of equal
+    # ones, the first in the tables (`_preference`).
+    votes = Counter((m.style, m.naming, m.family) for candidates in meanings.values() for m in candidates)
     if not votes:
         raise ModelError(_none_matched_message(list(meanings), family))
     most_votes = max(votes.values())
     style, naming, _ = min((vote for vote, count in votes.items() if count == most_votes), key=_preference)
-    families = tuple(one for one in FAMILY_LAYERS if votes.get((style, naming, one)) == most_votes)
+    families = tuple(name for name in FAMILY_LAYERS if votes.get((style, naming, name)) == most_votes)
     names, unknown = _resolve_meanings(meanings, style, naming, families[0])
     return AdapterKeyReading(KeyScheme(style, naming, _majority_spelling(meanings)), families, names, unknown)
 
 
 def format_key(name: AdapterTensorName, scheme: KeyScheme, family: str) -> str:
-    """The key of `name` in `scheme`. ModelError where the scheme has no word for it."""
+    """The key of a canonical name in a scheme. Raises ModelError if the scheme cannot express it."""
     layout = FAMILY_LAYERS[layer_table_family(family)]
     style = KEY_STYLES[scheme.style]
     if name.expert not in style.prefixes:
         raise ModelError(
-            f"{name} is of one expert among two, and {scheme.name} has no word for an expert"
+            f"{name} belongs to one of several experts, but {scheme.name} keys cannot name an expert"
             if name.expert is not None
-            else f"{scheme.name} marks experts, and {name} does not say which it is of; name the expert"
+            else f"{scheme.name} keys name an expert, but that of {name} is unknown; choose the expert"
         )
     row, numbers = _find_row(layout, name.module)
     layer_name = (
@@ -132,30 +142,32 @@ def format_key(name: AdapterTensorName, scheme: KeyScheme, family: str) -> str:
     )
     if layer_name is None:
         raise ModelError(
-            f"{name.module} is not a layer of its own in {scheme.name} keys of {family}; convert to one of diffusers' "
-            "namings instead"
+            f"{name.module} is not a separate layer in {scheme.name} keys of {family}; convert to a scheme with "
+            "diffusers' layer names instead"
         )
     prefix = _prefix(style.prefixes[name.expert], layout, row)
-    return f"{prefix}{fill_numbers(layer_name, numbers).replace('.', style.separator)}.{spell_tensor(name.tensor, scheme.spelling)}"
+    layer = fill_numbers(layer_name, numbers).replace(".", style.separator)
+    return f"{prefix}{layer}.{spell_tensor(name.tensor, scheme.spelling)}"
 
 
 def fused_layer(module: str, family: str) -> str | None:
-    """The canonical name of the original's layer that `module` is a part of; None: it is one of its own there."""
+    """The canonical name of the fused layer that contains `module` in the original code; None if there is none."""
     layout = FAMILY_LAYERS[layer_table_family(family)]
     row, numbers = _find_row(layout, module)
     fused_row = next(
-        (one for one in layout.original_names if len(fused_members(one)) > 1 and row in fused_members(one)), None
+        (fused for fused in layout.original_names if len(fused_members(fused)) > 1 and row in fused_members(fused)),
+        None,
     )
     return None if fused_row is None else fill_numbers(fused_row, numbers)
 
 
 def possible_meanings(keys: Iterable[str], family: str | None = None) -> list[tuple[str, AdapterTensorName]]:
-    """Every meaning that a key can have on its own, without its neighbours."""
+    """Every meaning that each key can have by itself, without the other keys of its file."""
     allowed_families = _allowed_families(family)
-    return [(key, one.name) for key in keys for one in _meanings(key) if one.family in allowed_families]
+    return [(key, meaning.name) for key in keys for meaning in _meanings(key) if meaning.family in allowed_families]
 
 
-# ── a key taken apart ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── parsing one key ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _meanings(key: str) -> Iterator[_KeyMeaning]:
@@ -174,9 +186,9 @@ def _meanings(key: str) -> Iterator[_KeyMeaning]:
 
 
 def split_tensor_name(key: str) -> tuple[str, str, frozenset[str]] | None:
-    """(what stands before the tensor's name, the canonical tensor, the spellings it is in)."""
+    """(key without the tensor's name, canonical tensor, spellings with this name); None without a known tensor."""
     parts = key.split(".")
-    for count in (3, 2, 1):  # the longest first: `lora_A.default.weight`
+    for count in (3, 2, 1):  # the longest first, for example `lora_A.default.weight`
         if len(parts) > count:
             canonical = _tensor_index().get(".".join(parts[-count:]))
             if canonical is not None:
@@ -185,14 +197,14 @@ def split_tensor_name(key: str) -> tuple[str, str, frozenset[str]] | None:
 
 
 def _find_layers(body: str, separator: str, naming: LayerNaming) -> Iterator[tuple[FamilyLayers, str, tuple[str, ...]]]:
-    """(family, row of its table, numbers) of every layer that is called `body`."""
+    """(family, row of its table, numbers) of every layer with the name `body`."""
     candidates = _layer_index(separator, naming).get(_NUMBER_PATTERN.sub(NUMBER_PLACEHOLDER, body))
     if candidates is None or NUMBER_PLACEHOLDER in body:
         return
     numbers = _NUMBER_PATTERN.findall(body)
     for family, row, fixed_numbers in candidates:
-        if all(want is None or want == given for want, given in zip(fixed_numbers, numbers, strict=True)):
-            free_numbers = tuple(given for want, given in zip(fixed_numbers, numbers, strict=True) if want is None)
+        if all(fixed is None or fixed == number for fixed, number in zip(fixed_numbers, numbers, strict=True)):
+            free_numbers = tuple(number for fixed, number in zip(fixed_numbers, numbers, strict=True) if fixed is None)
             yield FAMILY_LAYERS[family], row, free_numbers
 
 
@@ -200,7 +212,7 @@ def _find_row(layout: FamilyLayers, module: str) -> tuple[str, tuple[str, ...]]:
     for candidate, row, numbers in _find_layers(module, ".", "diffusers"):
         if candidate is layout:
             return row, numbers
-    if module.endswith(")"):  # a fused layer: not found among diffusers' names, which it is none of
+    if module.endswith(")"):  # a fused layer, which is not in the index of diffusers' names
         numbers = tuple(_NUMBER_PATTERN.findall(module.partition("(")[0]))
         row = _NUMBER_PATTERN.sub(NUMBER_PLACEHOLDER, module.partition("(")[0]) + "(" + module.partition("(")[2]
         if row in layout.original_names:
@@ -212,7 +224,7 @@ def _find_row(layout: FamilyLayers, module: str) -> tuple[str, tuple[str, ...]]:
 def _layer_index(
     separator: str, naming: LayerNaming
 ) -> Mapping[str, Sequence[tuple[str, str, tuple[str | None, ...]]]]:
-    """A layer's name with `#` for its numbers → (family, row, its numbers: None where any will do)."""
+    """A layer's name with `#` for all its numbers → (family, row, its fixed numbers; None: any number)."""
     index: dict[str, list[tuple[str, str, tuple[str | None, ...]]]] = {}
     for family, layout in FAMILY_LAYERS.items():
         for row, original in layout.original_names.items():
@@ -228,7 +240,7 @@ def _layer_index(
 
 @cache  # a function of the tables alone
 def _tensor_index() -> Mapping[str, tuple[str, frozenset[str]]]:
-    """A tensor's name in some spelling → (canonical, the spellings that call it so)."""
+    """A tensor's name → (canonical tensor, the spellings with this name)."""
     tensor_by_name = {
         spell_tensor(tensor, spelling): tensor for spelling in TENSOR_SPELLINGS for tensor in CANONICAL_TENSORS
     }
@@ -240,13 +252,13 @@ def _tensor_index() -> Mapping[str, tuple[str, frozenset[str]]]:
 
 @cache  # a function of the tables alone
 def _prefixes() -> Sequence[tuple[str, str, str | None, str]]:
-    """(what keys begin with, style, expert, the prefix as its style says it)."""
-    parts = sorted({layout.component for layout in FAMILY_LAYERS.values()})
+    """(prefix of keys, style, expert, the prefix template of the style)."""
+    components = sorted({layout.component for layout in FAMILY_LAYERS.values()})
     return [
-        (template.replace(COMPONENT_PLACEHOLDER, part).replace(KIND_PLACEHOLDER, kind), name, expert, template)
+        (template.replace(COMPONENT_PLACEHOLDER, component).replace(KIND_PLACEHOLDER, kind), name, expert, template)
         for name, style in KEY_STYLES.items()
         for expert, template in style.prefixes.items()
-        for part in (parts if COMPONENT_PLACEHOLDER in template else [""])
+        for component in (components if COMPONENT_PLACEHOLDER in template else [""])
         for kind in (("conv", "linear") if KIND_PLACEHOLDER in template else [""])
     ]
 
@@ -256,16 +268,17 @@ def _prefix(template: str, layout: FamilyLayers, row: str) -> str:
     return template.replace(COMPONENT_PLACEHOLDER, layout.component).replace(KIND_PLACEHOLDER, kind)
 
 
-# ── a file understood ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reading a whole file ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _resolve_meanings(
     meanings: Mapping[str, Sequence[_KeyMeaning]], style: str, naming: LayerNaming, family: str
 ) -> tuple[dict[str, AdapterTensorName], dict[str, str]]:
+    """Key → canonical name in this scheme and family, and key → reason for keys without one."""
     names: dict[str, AdapterTensorName] = {}
     unknown: dict[str, str] = {}
     for key, candidates in meanings.items():
-        matching = {one.name for one in candidates if (one.style, one.naming, one.family) == (style, naming, family)}
+        matching = {m.name for m in candidates if (m.style, m.naming, m.family) == (style, naming, family)}
         if len(matching) == 1:
             names[key] = matching.pop()
         elif matching:
@@ -274,18 +287,18 @@ def _resolve_meanings(
             unknown[key] = _unmatched_reason(key, candidates, family)
     occurrences = Counter(names.values())
     for key in [key for key, name in names.items() if occurrences[name] > 1]:
-        unknown[key] = f"another key means {names.pop(key)} too"
+        unknown[key] = f"another key also means {names.pop(key)}"
     return names, unknown
 
 
 def _unmatched_reason(key: str, candidates: Sequence[_KeyMeaning], family: str | None) -> str:
     if candidates:
         other = candidates[0]
-        return f"named after another scheme than the rest: {other.style}, {other.naming} names, {other.family}"
+        return f"it follows another scheme than the rest: {other.style}, {other.naming} names, {other.family}"
     if key.startswith(_TEXT_ENCODER_PREFIXES):
-        return "of a text encoder, which is not trained here"
+        return "it belongs to a text encoder, which is not supported"
     if split_tensor_name(key) is None:
-        return "does not end with the name of an adapter's tensor"
+        return "it does not end with the name of an adapter tensor"
     return f"no layer of {family or 'a known family'} has this name"
 
 
@@ -293,8 +306,8 @@ def _none_matched_message(keys: Sequence[str], family: Literal[None] | str) -> s
     shown = ", ".join(f"{key} ({_unmatched_reason(key, (), family)})" for key in keys[:MAX_LISTED])
     family_text = f" of {family}" if family is not None else f" of a known family ({', '.join(FAMILY_LAYERS)})"
     return (
-        f"none of {len(keys)} keys is one of an adapter{family_text}: {shown or 'the file has no tensors'}; "
-        "`supertuner adapter schemes` lists the names that are read"
+        f"none of {len(keys)} keys belongs to an adapter{family_text}: {shown or 'the file has no tensors'}; "
+        "`supertuner adapter schemes` lists the supported schemes"
     )
 
 
@@ -304,14 +317,14 @@ def _preference(vote: tuple[str, LayerNaming, str]) -> tuple[int, int, int]:
 
 
 def _majority_spelling(meanings: Mapping[str, Sequence[_KeyMeaning]]) -> str:
-    """The one of most tensors; a file of tensors that are called the same everywhere is as good as any: kohya's."""
+    """The spelling of the most tensors; kohya's if all tensors have the same name in every spelling."""
     votes: Counter[str] = Counter()
     for key, candidates in meanings.items():
         split = split_tensor_name(key) if candidates else None
         if split is not None and len(split[2]) < len(TENSOR_SPELLINGS):
             votes.update(split[2])
     order = list(TENSOR_SPELLINGS)
-    return min(votes, key=lambda one: (-votes[one], order.index(one))) if votes else "kohya"
+    return min(votes, key=lambda spelling: (-votes[spelling], order.index(spelling))) if votes else "kohya"
 
 
 def _allowed_families(family: str | None) -> Sequence[str]:

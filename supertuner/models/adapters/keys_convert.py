@@ -1,13 +1,19 @@
-"""From one scheme's file to another's as a plan: which bytes become which tensor. Pure; no tensor is touched here.
+"""Plans the conversion of an adapter file from one scheme to another: which tensor is built from which. Pure.
 
-Names are not all that differs. What also has to be right, for the file to mean the same:
+Schemes differ in more than names. For the converted file to mean the same:
 
-- kohya's readers multiply a LoRA by alpha / rank and look for `.alpha`; diffusers' and peft's take the matrices as they
-  are. So alpha goes into lora_B on the way to them, and is written as a tensor on the way back.
-- diffusers' own files may say an alpha in their metadata; it counts the same.
-- DoRA's magnitudes have one number per output, as a row for peft and as a column for the others.
-- a layer that the original fuses is split by rows: each part of the output has its own rows of lora_B and the same A.
-  The other way the parts are put together, as blocks of larger matrices.
+- Readers of kohya's format multiply a LoRA by alpha / rank and expect an `.alpha` tensor; those of diffusers and peft
+  use the matrices as they are. So the scale is multiplied into lora_B in one direction, and in the other lora_B keeps
+  its values and an alpha of scale · rank is written.
+- Files of diffusers may hold alpha in their metadata; it has the same effect.
+- DoRA's magnitudes are one number per output: a row vector in peft, a column in other formats.
+- A layer that is fused in the original code (queries, keys and values in one matrix W = [Wq; Wk; Wv]) is split by
+  rows. Its LoRA B·A becomes one LoRA per part: the part's rows of B, and the same A. In the other direction the parts'
+  LoRAs become one LoRA of the sum of their ranks, with A stacked and B block-diagonal:
+
+      [Bq 0  0 ]   [Aq]     [Bq·Aq]
+      [0  Bk 0 ] · [Ak]  =  [Bk·Ak]        exact; a part that the file lacks has rows of zeros
+      [0  0  Bv]   [Av]     [Bv·Av]
 """
 
 from __future__ import annotations
@@ -26,18 +32,18 @@ from supertuner.models.adapters.keys_schemes import ALPHA, DORA_SCALE, LORA_A, L
 
 Shape: TypeAlias = tuple[int, ...]
 DIFFUSERS_METADATA: Final = "lora_adapter_metadata"
-"""Where diffusers notes alpha, rank and their exceptions, as JSON."""
+"""The metadata entry in which diffusers stores alpha, rank and their per-layer patterns, as JSON."""
 OUTDATED_METADATA: Final = (DIFFUSERS_METADATA, "modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
-"""Metadata that is no longer true of a converted file."""
+"""Metadata that is wrong for a converted file."""
 _MLP_RATIO: Final = 4
-"""Of Flux: rows of `proj_mlp` per row of `to_q`, in the layer that holds both."""
+"""Flux: rows of `proj_mlp` per row of `to_q`, in the fused layer of both."""
 _PLAIN_PATTERN: Final = re.compile(r"\^?(?:[A-Za-z0-9_.]|\\[._-]|-|\.\*|\\d\+|\[0-9\]\+)+\$?")
 _MAX_REPEATS: Final = 3
-"""Of `.*` and the like in a pattern: a stranger's file must not keep us searching."""
+"""The largest number of repetitions in a pattern: a malicious file must not cause endless backtracking."""
 
 
 class TensorBlock(NamedTuple):
-    """A tensor of the old file inside one of the new, which is zero elsewhere."""
+    """A tensor of the old file that is placed at (row, column) in a tensor of the new one, which is zero elsewhere."""
 
     source: str
     row: int
@@ -52,9 +58,9 @@ class ConvertedTensor:
     key: str
     shape: Shape
     source: str | None
-    """Key in the old file; None: `value` is all it holds, or it is put together of `blocks`."""
+    """Key in the old file; None: the tensor consists of `blocks`, or is filled with `fill_value`."""
     rows: tuple[int, int] | None = None
-    """Those of the source; None: all."""
+    """The rows of the source, from first to last + 1; None: all."""
     scale: float = 1.0
     fill_value: float = 0.0
     blocks: tuple[TensorBlock, ...] = ()
@@ -62,11 +68,12 @@ class ConvertedTensor:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayer:
-    """The tensors of one layer: canonical tensor → key."""
+    """The tensors of one layer of one expert."""
 
     expert: str | None
     module: str
     keys: Mapping[str, str]
+    """Canonical tensor → key in the file."""
 
     @property
     def is_lora(self) -> bool:
@@ -74,7 +81,7 @@ class AdapterLayer:
 
 
 def adapter_layers(reading: AdapterKeyReading) -> list[AdapterLayer]:
-    """In the file's order."""
+    """The layers of a file, in its order."""
     keys_by_layer: dict[tuple[str | None, str], dict[str, str]] = {}
     for key, name in reading.names.items():
         keys_by_layer.setdefault((name.expert, name.module), {})[name.tensor] = key
@@ -89,13 +96,16 @@ def plan_conversion(
     scheme: KeyScheme,
     family: str,
 ) -> list[ConvertedTensor]:
-    """The tensors of the file in `scheme`. `alphas`: key of an alpha → its value. ModelError for what cannot be said.
+    """The tensors of the converted file. `alphas`: key of an alpha tensor → its value.
 
-    Experts: a scheme without a word for them takes a file of one; of two it must be given one at a time.
+    Raises ModelError if the scheme cannot express the adapter. A scheme that does not name experts holds one expert per
+    file, so a reading with several must be converted one expert at a time.
     """
     experts = reading.experts
     if not scheme.marks_experts and len(experts) > 1:
-        raise ModelError(f"{scheme.name} keys say no expert, and this file has {' and '.join(map(str, experts))}")
+        raise ModelError(
+            f"{scheme.name} keys cannot name an expert, but this file has {' and '.join(map(str, experts))}"
+        )
     converted = []
     fused: dict[tuple[str | None, str], list[AdapterLayer]] = {}
     for layer in adapter_layers(reading):
@@ -119,25 +129,25 @@ def plan_conversion(
                 replace(piece, key=format_key(AdapterTensorName(expert, fused_module, tensor), scheme, family))
             )
     duplicates = len(converted) - len({piece.key for piece in converted})
-    assert duplicates == 0, f"{duplicates} keys of {scheme.name} stand for two tensors"
+    assert duplicates == 0, f"{duplicates} keys of {scheme.name} would name two tensors"
     return converted
 
 
 def _check_pair(layer: AdapterLayer) -> None:
-    """Half a LoRA would be passed over by some programs, and end others."""
+    """Raise ModelError for half a LoRA, which some programs ignore and others fail on."""
     halves = [tensor for tensor in (LORA_A, LORA_B) if tensor in layer.keys]
     if len(halves) == 1:
         other = LORA_B if halves == [LORA_A] else LORA_A
         raise ModelError(
-            f"{layer.module} has {halves[0]} ({layer.keys[halves[0]]}) and no {other}; the file is a part of one, or "
-            "damaged"
+            f"{layer.module} has {halves[0]} ({layer.keys[halves[0]]}) but no {other}; the file is "
+            "incomplete or damaged"
         )
 
 
 def lora_scale(
     layer: AdapterLayer, shapes: Mapping[str, Shape], alphas: Mapping[str, float], metadata: Mapping[str, str]
 ) -> float:
-    """What a LoRA's product is multiplied with."""
+    """The factor on a LoRA's product: alpha / rank, from the alpha tensor or the metadata."""
     rank = _lora_rank(layer, shapes)
     if ALPHA in layer.keys:
         return alphas[layer.keys[ALPHA]] / rank
@@ -145,22 +155,23 @@ def lora_scale(
 
 
 def _lora_rank(layer: AdapterLayer, shapes: Mapping[str, Shape]) -> int:
-    """Of a LoRA whose two matrices belong together."""
+    """The rank of a LoRA. Raises ModelError if its two matrices do not fit together."""
     shape_a, shape_b = shapes[layer.keys[LORA_A]], shapes[layer.keys[LORA_B]]
     if len(shape_a) < 2 or len(shape_b) != len(shape_a) or shape_a[0] == 0 or shape_b[1] != shape_a[0]:
-        raise ModelError(f"{layer.module}: matrices of {list(shape_a)} and {list(shape_b)} are no LoRA")
+        raise ModelError(f"{layer.module}: matrices of shapes {list(shape_a)} and {list(shape_b)} are not a LoRA")
     return shape_a[0]
 
 
 # ── one layer ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _RowRange: TypeAlias = tuple[int, int] | None
-"""Rows of the output that are this layer's; None: all."""
+"""The rows of a fused layer's output that belong to one part; None: all."""
 
 
 def _split_layer(
     layer: AdapterLayer, shapes: Mapping[str, Shape], scheme: KeyScheme
 ) -> Iterator[tuple[str, _RowRange]]:
+    """The layers that a layer becomes in the scheme: (name, rows). Only a fused layer becomes several."""
     member_names = fused_members(layer.module)
     if len(member_names) == 1 or scheme.naming == "original":
         yield layer.module, None
@@ -169,14 +180,15 @@ def _split_layer(
     if not splittable.issuperset(layer.keys):
         unsupported = sorted(set(layer.keys) - splittable)
         raise ModelError(
-            f"{layer.module} is one layer here and {len(member_names)} in diffusers; {', '.join(unsupported)} of it cannot be split"
+            f"{layer.module} is one layer here and {len(member_names)} in diffusers; "
+            f"{', '.join(unsupported)} cannot be split"
         )
     if layer.is_lora:
         _lora_rank(layer, shapes)
     sizes = {shapes[layer.keys[one]][:1] for one in (LORA_B, "diff", "diff_b", LORA_BIAS) if one in layer.keys}
     if len(sizes) != 1 or sizes == {()}:
         raise ModelError(
-            f"{layer.module} is {len(member_names)} layers in diffusers, and its tensors do not say of what size"
+            f"{layer.module} is {len(member_names)} layers in diffusers, but its tensors do not agree on their sizes"
         )
     outputs = sizes.pop()[0]
     first_row = 0
@@ -186,10 +198,12 @@ def _split_layer(
 
 
 def _member_rows(outputs: int, count: int) -> Sequence[int]:
-    """Queries, keys, values in equal parts; the fourth is the feed-forward's, so many times larger."""
+    """The rows of each part: equal for queries, keys and values; a fourth, the feed-forward, has 4 times as many."""
     units = 3 + (_MLP_RATIO if count == 4 else 0)
     if outputs % units:
-        raise ModelError(f"{outputs} rows are not {units} equal parts; the file is of no model that is known here")
+        raise ModelError(
+            f"{outputs} rows cannot be divided into {units} equal parts; the file belongs to an unknown model"
+        )
     return [outputs // units] * 3 + ([_MLP_RATIO * outputs // units] if count == 4 else [])
 
 
@@ -200,14 +214,14 @@ def _fuse_layers(
     shapes: Mapping[str, Shape],
     scheme: KeyScheme,
 ) -> Iterator[tuple[ConvertedTensor, str]]:
-    """LoRAs of queries, keys and values as one of their common layer: A above A, and B's on the diagonal. Exact.
+    """One LoRA of a fused layer from the LoRAs of its parts: stacked A, block-diagonal B (see above).
 
-    Its rank is the sum of theirs; what is not in the file stays zero.
+    The scale of each part is multiplied into its block of B, so the fused LoRA has the scale 1: alpha is the rank.
     """
     unsupported = sorted({tensor for layer in layers for tensor in layer.keys} - {LORA_A, LORA_B, ALPHA})
     if unsupported or not all(layer.is_lora for layer in layers):
         raise ModelError(
-            f"{fused_module} is one layer in {scheme.name} keys; of its parts only plain LoRA can be put together"
+            f"{fused_module} is one layer in {scheme.name} keys; only plain LoRAs of its parts can be fused"
         )
     member_names = fused_members(fused_module)
     first = layers[0]
@@ -218,7 +232,9 @@ def _fuse_layers(
         member_index = member_names.index(layer.module)
         rank, inputs = _lora_rank(layer, shapes), shapes[first.keys[LORA_A]][1:]
         if shapes[layer.keys[LORA_B]] != (outputs[member_index], rank) or shapes[layer.keys[LORA_A]] != (rank, *inputs):
-            raise ModelError(f"{fused_module} is one layer in {scheme.name} keys, and its parts do not fit together")
+            raise ModelError(
+                f"{fused_module} is one layer in {scheme.name} keys, but the shapes of its parts do not fit together"
+            )
         lora_a_blocks.append(TensorBlock(layer.keys[LORA_A], ranks, 0))
         lora_b_blocks.append(TensorBlock(layer.keys[LORA_B], sum(outputs[:member_index]), ranks, scale))
         ranks += rank
@@ -236,15 +252,16 @@ def _convert_layer(
     metadata: Mapping[str, str],
     scheme: KeyScheme,
 ) -> Iterator[tuple[ConvertedTensor, str]]:
+    """The tensors of a layer, or of some rows of it, with their canonical names."""
     scale = lora_scale(layer, shapes, alphas, metadata) if layer.is_lora else 1.0
     for tensor, key in layer.keys.items():
         shape = shapes[key]
         if tensor == ALPHA and layer.is_lora:
-            continue
+            continue  # replaced below, or multiplied into lora_B
         baked_scale = scale if tensor in (LORA_B, LORA_BIAS) and not scheme.stores_alpha else 1.0
         if tensor == DORA_SCALE:
             shape = _magnitude_shape(layer, shape, shapes, scheme)
-        if rows is not None and tensor != LORA_A and tensor != ALPHA:
+        if rows is not None and tensor != LORA_A and tensor != ALPHA:  # all parts share A
             yield ConvertedTensor("", (rows[1] - rows[0], *shape[1:]), key, rows, baked_scale), tensor
         else:
             yield ConvertedTensor("", shape, key, None, baked_scale), tensor
@@ -253,20 +270,21 @@ def _convert_layer(
 
 
 def _magnitude_shape(layer: AdapterLayer, shape: Shape, shapes: Mapping[str, Shape], scheme: KeyScheme) -> Shape:
-    """One number per output: a column, or for peft a row (a convolution's keeps its other dimensions)."""
+    """The shape of DoRA's magnitudes: a column, or in peft a row. A convolution's keep their further dimensions."""
     if not layer.is_lora:
-        return shape  # LyCORIS' own, which no other program has a form for
+        return shape  # of a LyCORIS adapter, which other formats do not have
     outputs, extra_dims = shapes[layer.keys[LORA_B]][0], len(shapes[layer.keys[LORA_B]]) - 2
     column, row = (outputs, *([1] * (extra_dims + 1))), (1, outputs, *([1] * extra_dims)) if extra_dims else (outputs,)
     if shape not in (column, row):
         raise ModelError(
-            f"{layer.module}: DoRA's magnitudes {list(shape)} are not one per output ({outputs}); {scheme.name} files "
-            "have no others"
+            f"{layer.module}: DoRA's magnitudes of shape {list(shape)} are not one per output ({outputs}), which "
+            f"{scheme.name} files need"
         )
     return column if scheme.stores_alpha else row
 
 
 def _metadata_scale(layer: AdapterLayer, rank: int, metadata: Mapping[str, str]) -> float:
+    """The scale of a layer from diffusers' metadata: alpha / rank, with rsLoRA alpha / √rank; 1 without metadata."""
     adapter_metadata = _adapter_metadata(layer, metadata)
     if adapter_metadata is None:
         return 1.0
@@ -274,14 +292,15 @@ def _metadata_scale(layer: AdapterLayer, rank: int, metadata: Mapping[str, str])
         adapter_metadata.get("alpha_pattern"), layer.module, adapter_metadata.get("lora_alpha", rank)
     )
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ModelError(f"its metadata says an alpha of {alpha!r} for {layer.module}, which is no number")
+        raise ModelError(f"its metadata has an alpha of {alpha!r} for {layer.module}, which is not a number")
     return alpha / (math.sqrt(rank) if adapter_metadata.get("use_rslora") is True else rank)
 
 
 def _adapter_metadata(layer: AdapterLayer, metadata: Mapping[str, str]) -> dict[str, object] | None:
-    """What diffusers notes of the part of the pipeline that the layer is in; None: nothing at all.
+    """diffusers' metadata about the component that holds the layer; None if there is none at all.
 
-    The second expert's own facts count before the first's: a file of it alone says `transformer.` too.
+    For the low-noise expert, entries of `transformer_2` take precedence; a file with this expert alone has its entries
+    under `transformer`.
     """
     text = metadata.get(DIFFUSERS_METADATA)
     if text is None:
@@ -290,10 +309,10 @@ def _adapter_metadata(layer: AdapterLayer, metadata: Mapping[str, str]) -> dict[
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ModelError(
-            f"its metadata {DIFFUSERS_METADATA} is not JSON ({error}); what its alpha is cannot be known"
+            f"its metadata {DIFFUSERS_METADATA} is not JSON ({error}), so that its alpha is unknown"
         ) from error
     if not isinstance(content, dict):
-        raise ModelError(f"its metadata {DIFFUSERS_METADATA} is not an object; what its alpha is cannot be known")
+        raise ModelError(f"its metadata {DIFFUSERS_METADATA} is not a JSON object, so that its alpha is unknown")
     for component in (*(("transformer_2.",) if layer.expert == LOW_NOISE else ()), "transformer.", "unet.", ""):
         facts = {key.removeprefix(component): value for key, value in content.items() if key.startswith(component)}
         if facts:
@@ -302,12 +321,12 @@ def _adapter_metadata(layer: AdapterLayer, metadata: Mapping[str, str]) -> dict[
 
 
 def _match_pattern(patterns: object, module: str, default: object) -> object:
-    """As peft looks it up: a pattern that fits the whole name or an ending of it, the first that does."""
+    """The value of the first pattern that matches the whole name or an ending of it, as in peft."""
     for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
         if not _PLAIN_PATTERN.fullmatch(pattern) or len(re.findall(r"[*+]", pattern)) > _MAX_REPEATS:
             raise ModelError(
-                f"its metadata says the alpha of {pattern!r}, a pattern that is not taken from a file; what its alpha is "
-                "cannot be known"
+                f"its metadata has an alpha for the pattern {pattern!r}, which is too complex to be evaluated safely, "
+                "so that its alpha is unknown"
             )
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

@@ -1,11 +1,11 @@
-"""What each family's layers are called: in diffusers, and in the model's own code (which ComfyUI and kohya follow).
+"""Tables of each family's layer names: in diffusers, and in the model's original code (used by ComfyUI and kohya).
 
-A row is `diffusers' name: the original's name`, with `#` for any number, the same in both in order. Nothing here is
-guessed: tests hold every row against the full-size architecture and against diffusers' own converters of original
-weights (loaders/single_file_utils.py). A row with None has no counterpart: the original's rows of that layer lie in
-another order, so that a name alone would not carry it over.
+A row is `name in diffusers: name in the original code`, with `#` for any number; the numbers of both names correspond
+in order. Tests compare every row with the full-size architecture and with diffusers' converters of original weights
+(loaders/single_file_utils.py). A row with None has no counterpart: either the original fuses the layer with others, or
+it stores the layer's rows in another order, so that renaming alone would not convert it.
 
-The original Flux and SD3 keep queries, keys and values in one layer. Its canonical name lists the layers that it is:
+The original code of Flux and SD3 holds queries, keys and values in one fused layer. Its canonical name lists its parts:
 `transformer_blocks.0.(attn.to_q+attn.to_k+attn.to_v)`.
 """
 
@@ -22,27 +22,28 @@ NUMBER_PLACEHOLDER: Final = "#"
 
 @dataclass(frozen=True, slots=True)
 class FamilyLayers:
-    """The layers of a family by their two names."""
+    """The layers of a family with their names."""
 
     family: str
     component: str
-    """What the pipeline calls the module they are in; its first, where there are two."""
+    """The pipeline component that holds them; the first one if there are two."""
     experts: tuple[str, ...]
     original_names: Mapping[str, str | None]
+    """The rows: name in diffusers → name in the original code."""
     convolutions: frozenset[str] = frozenset()
-    """Rows that are convolutions, by their diffusers' names."""
+    """The rows (names in diffusers) that are convolutions."""
 
 
 def fused_members(module: str) -> tuple[str, ...]:
-    """The diffusers' layers that a canonical name stands for: one, or those that the original keeps in one."""
+    """The diffusers layers of a canonical name: one, or the parts of a fused layer."""
     if not module.endswith(")"):
         return (module,)
     base, _, member_suffixes = module[:-1].partition("(")
-    return tuple(f"{base}{one}" for one in member_suffixes.split("+"))
+    return tuple(f"{base}{suffix}" for suffix in member_suffixes.split("+"))
 
 
 def fill_numbers(name: str, numbers: tuple[str, ...]) -> str:
-    """A row's name with these numbers in it."""
+    """A row's name with `#` replaced by these numbers, in order."""
     parts = name.split(NUMBER_PLACEHOLDER)
     assert len(parts) == len(numbers) + 1, f"{name} takes {len(parts) - 1} numbers, not {numbers}"
     return parts[0] + "".join(f"{number}{part}" for number, part in zip(numbers, parts[1:], strict=True))
@@ -114,7 +115,7 @@ _FLUX: Final[Mapping[str, str | None]] = {
     "single_transformer_blocks.#.attn.norm_q": "single_blocks.#.norm.query_norm",
     "single_transformer_blocks.#.attn.norm_k": "single_blocks.#.norm.key_norm",
     "single_transformer_blocks.#.proj_out": "single_blocks.#.linear2",
-    "norm_out.linear": None,  # scale and shift lie the other way round
+    "norm_out.linear": None,  # the original stores scale and shift in the opposite order
     "proj_out": "final_layer.linear",
 }
 
@@ -129,7 +130,8 @@ _SD3: Final[Mapping[str, str | None]] = {
     "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
     "context_embedder": "context_embedder",
     "transformer_blocks.#.norm1.linear": "joint_blocks.#.x_block.adaLN_modulation.1",
-    "transformer_blocks.#.norm1_context.linear": None,  # in the last block scale and shift lie the other way round
+    # In the last block the original stores scale and shift in the opposite order.
+    "transformer_blocks.#.norm1_context.linear": None,
     "transformer_blocks.#.(attn.to_q+attn.to_k+attn.to_v)": "joint_blocks.#.x_block.attn.qkv",
     "transformer_blocks.#.(attn2.to_q+attn2.to_k+attn2.to_v)": "joint_blocks.#.x_block.attn2.qkv",
     "transformer_blocks.#.(attn.add_q_proj+attn.add_k_proj+attn.add_v_proj)": "joint_blocks.#.context_block.attn.qkv",
@@ -147,11 +149,11 @@ _SD3: Final[Mapping[str, str | None]] = {
     "transformer_blocks.#.ff.net.2": "joint_blocks.#.x_block.mlp.fc2",
     "transformer_blocks.#.ff_context.net.0.proj": "joint_blocks.#.context_block.mlp.fc1",
     "transformer_blocks.#.ff_context.net.2": "joint_blocks.#.context_block.mlp.fc2",
-    "norm_out.linear": None,  # scale and shift lie the other way round
+    "norm_out.linear": None,  # the original stores scale and shift in the opposite order
     "proj_out": "final_layer.linear",
 }
 
-# ── Qwen-Image: its own code has diffusers' names ─────────────────────────────────────────────────────────────────────
+# ── Qwen-Image: the original code has the names of diffusers ──────────────────────────────────────────────────────────
 
 _QWEN_BLOCK: Final = (
     *("img_mod.1", "txt_mod.1", "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
@@ -168,7 +170,7 @@ _QWEN: Final[Mapping[str, str | None]] = {
     **{f"transformer_blocks.#.{name}": f"transformer_blocks.#.{name}" for name in _QWEN_BLOCK},
 }
 
-# ── Stable Diffusion XL: diffusers numbers blocks and layers in them, the original all layers in one row ──────────────
+# ── Stable Diffusion XL: diffusers numbers blocks, and layers within them; the original numbers all layers in a row ───
 
 _SDXL_RESNET: Final = {
     "norm1": "in_layers.0",
@@ -192,7 +194,7 @@ _SDXL_LAYERS_PER_BLOCK: Final = 2
 
 
 def _sdxl_layer_positions() -> Iterator[tuple[str, str, bool]]:
-    """(a layer's place in diffusers, in the original, whether it is attention and not a resnet)."""
+    """(a layer's prefix in diffusers, its prefix in the original, whether it is attention instead of a resnet)."""
     for block in range(3):
         for layer in range(_SDXL_LAYERS_PER_BLOCK):
             original_index = 1 + block * (_SDXL_LAYERS_PER_BLOCK + 1) + layer
@@ -243,15 +245,15 @@ FAMILY_LAYERS: Final[Mapping[str, FamilyLayers]] = {
         ),
     )
 }
-"""By family, in the order in which a doubtful file is taken for one."""
+"""By family, in order of preference for files that fit several."""
 
 SHARED_LAYERS: Final[Mapping[str, str]] = {"qwen-image-edit": "qwen-image"}
-"""A family whose denoiser is another's."""
+"""Family → the family whose denoiser architecture it shares."""
 
 
 def layer_table_family(family: str) -> str:
-    """The family under whose name this one's layers stand in the table. ModelError for one that is not known."""
+    """The family whose table of layers this family uses. Raises ModelError for an unknown family."""
     table_family = SHARED_LAYERS.get(family, family)
     if table_family not in FAMILY_LAYERS:
-        raise ModelError(f"the family is {family!r}; there are {', '.join((*FAMILY_LAYERS, *SHARED_LAYERS))}")
+        raise ModelError(f"the family is {family!r}; use one of {', '.join((*FAMILY_LAYERS, *SHARED_LAYERS))}")
     return table_family

@@ -1,11 +1,11 @@
-"""How programs write a key: what stands before the layer's name, what joins its parts, what each tensor is called.
+"""The schemes by which programs write keys: prefix, separator, naming of layers, spelling of tensors.
 
     lycoris_transformer_1_  │  blocks_0_attn1_to_q   │  .lokr_w1
     diffusion_model.        │  blocks.0.self_attn.q  │  .lora_A.weight
-    style: prefix, joint       naming of the layer      spelling of the tensor
+    style: prefix, separator   naming of the layer      spelling of the tensor
 
-The three are independent, so a scheme is one of each, and any combination that a file has is read and written back.
-Who uses which, and where that is written down, is said in docs/adapters.md.
+The three are independent: a scheme is one of each, and every combination can be read and written. docs/adapters.md
+lists which program uses which scheme, with sources.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Final, Literal, TypeAlias
 HIGH_NOISE: Final = "high_noise"
 LOW_NOISE: Final = "low_noise"
 KIND_PLACEHOLDER: Final = "{kind}"
-"""In a prefix: `conv` before a convolution, `linear` before another layer."""
+"""In a prefix: replaced by `conv` for convolutions and `linear` for other layers."""
 COMPONENT_PLACEHOLDER: Final = "{part}"
-"""In a prefix: the pipeline's name of the module, `transformer` or `unet`."""
+"""In a prefix: replaced by the pipeline component, `transformer` or `unet`."""
 
 LayerNaming: TypeAlias = Literal["diffusers", "original"]
 LAYER_NAMINGS: Final[tuple[LayerNaming, ...]] = ("diffusers", "original")
@@ -28,9 +28,9 @@ LAYER_NAMINGS: Final[tuple[LayerNaming, ...]] = ("diffusers", "original")
 @dataclass(frozen=True, slots=True)
 class KeyStyle:
     prefixes: Mapping[str | None, str]
-    """Expert → what its keys begin with; None: the keys do not say which expert they are of."""
+    """Expert → prefix of its keys. The expert None means that keys do not name their expert."""
     separator: str
-    """What joins the parts of a layer's name. A tensor's own name always follows a dot."""
+    """Between the parts of a layer's name. The tensor's name always follows a dot."""
 
 
 def _stage_prefixes(before: str, after: str) -> dict[str | None, str]:
@@ -64,7 +64,7 @@ KEY_STYLES: Final[Mapping[str, KeyStyle]] = {
     "kinds": KeyStyle({None: f"lora_{KIND_PLACEHOLDER}_"}, "_"),
     "kinds-stages": KeyStyle(_stage_prefixes(f"lora_{KIND_PLACEHOLDER}_transformer_", "_"), "_"),
 }
-"""In the order of preference where a file fits several: the plainest first."""
+"""In order of preference for files that fit several."""
 
 _COMMON_TENSORS: Final = (
     *("alpha", "lora_mid.weight", "diff", "diff_b", "w_norm", "b_norm", "scalar", "magnitude"),
@@ -104,10 +104,10 @@ TENSOR_SPELLINGS: Final[Mapping[str, Mapping[str, str]]] = {
         DORA_SCALE: "lora_magnitude_vector.weight",
     },
 }
-"""Spelling → canonical tensor → what it is called. All other tensors have one name everywhere."""
+"""Spelling → canonical tensor → name. All other tensors have the same name everywhere."""
 
 CANONICAL_TENSORS: Final = (LORA_A, LORA_B, LORA_BIAS, DORA_SCALE, *_COMMON_TENSORS)
-"""Every canonical tensor of a layer."""
+"""All canonical tensors."""
 
 
 def spell_tensor(tensor: str, spelling: str) -> str:
@@ -116,7 +116,7 @@ def spell_tensor(tensor: str, spelling: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeyScheme:
-    """A way of writing keys."""
+    """A scheme of keys: style, naming of layers and spelling of tensors."""
 
     style: str
     naming: LayerNaming
@@ -124,7 +124,7 @@ class KeyScheme:
 
     @property
     def name(self) -> str:
-        """Its name in the table, or what it is made of."""
+        """Its name in `KEY_SCHEMES`, or else a description."""
         known_name = next((name for name, scheme in KEY_SCHEMES.items() if scheme == self), None)
         return known_name or f"{self.style} / {self.naming} names / {self.spelling}"
 
@@ -134,7 +134,7 @@ class KeyScheme:
 
     @property
     def stores_alpha(self) -> bool:
-        """Whether readers of it look for an `.alpha` beside a LoRA's two matrices."""
+        """Whether its readers expect an `.alpha` tensor with a LoRA."""
         return self.spelling == "kohya"
 
 
@@ -161,7 +161,7 @@ KEY_SCHEMES: Final[Mapping[str, KeyScheme]] = {
     "ai-toolkit-short": KeyScheme("short-stages", "diffusers", "kohya"),
     "ai-toolkit-kinds": KeyScheme("kinds-stages", "diffusers", "kohya"),
 }
-"""Those that are offered by name."""
+"""Schemes that can be chosen by name."""
 
 COMFYUI_SCHEMES: Final[Mapping[str, str]] = {
     "wan2.2": "original",
@@ -170,7 +170,7 @@ COMFYUI_SCHEMES: Final[Mapping[str, str]] = {
     "sd3.5": "diffusers",
     "sdxl": "kohya",
 }
-"""Family → the scheme that ComfyUI loads and that no fused layer stands in the way of."""
+"""Family → a scheme that ComfyUI loads and that needs no fusing of layers."""
 
 COMFYUI_READABLE: Final[Mapping[str, frozenset[tuple[str, LayerNaming]]]] = {
     "wan2.2": frozenset({("diffusion_model", "original"), ("lora_unet", "original")}),
@@ -202,15 +202,17 @@ COMFYUI_READABLE: Final[Mapping[str, frozenset[tuple[str, LayerNaming]]]] = {
         }
     ),
 }
-"""Family → (style, naming) whose keys ComfyUI maps to a layer: `model_lora_keys_unet` of its comfy/lora.py, restated.
+"""Family → the (style, naming) pairs whose keys ComfyUI maps to layers: a summary of `model_lora_keys_unet` in its
+comfy/lora.py.
 
-For every model it takes `diffusion_model.NAME` and `lora_unet_NAME` of its own (the original's) names; for a UNet also
-diffusers' names behind `lora_unet_` and `lycoris_`; for SD3, Flux and Qwen-Image diffusers' behind the rest. Of Wan it
-knows no diffusers' names. SDXL behind `unet.` is left out: ComfyUI wants the older `.processor.` spelling there.
+For every model it accepts `diffusion_model.NAME` and `lora_unet_NAME` with original layer names; for a UNet also the
+names of diffusers after `lora_unet_` and `lycoris_`; for SD3, Flux and Qwen-Image the names of diffusers after the
+other prefixes. For Wan it accepts no names of diffusers. SDXL with `unet.` is left out: there ComfyUI expects the older
+`.processor.` names.
 """
 
 
 def comfyui_reads(family: str, scheme: KeyScheme, dora: bool = False) -> bool:
-    """Whether ComfyUI would find all of a file. It knows both spellings of a LoRA's matrices, of DoRA only kohya's."""
+    """Whether ComfyUI reads all keys of a file. It knows both spellings of LoRA matrices, but only kohya's of DoRA."""
     readable = (scheme.style, scheme.naming) in COMFYUI_READABLE.get(family, frozenset())
     return readable and scheme.spelling in (("kohya",) if dora else ("peft", "kohya"))

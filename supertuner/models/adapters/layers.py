@@ -1,4 +1,4 @@
-"""Which layers of an expert an adapter is put on, and how large it is on each of them. Nothing is changed here."""
+"""Selects the layers of an expert that get an adapter, and the adapter's size on each. Changes no module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from supertuner.config.settings.model import AdapterSettings, ModuleAdapterSettings
+from supertuner.config.settings.model import AdapterSettings, ExpertAdapterSettings, ModuleAdapterSettings
 from supertuner.core.errors import ModelError
 
 ADAPTABLE_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -18,18 +18,18 @@ ADAPTABLE_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True, slots=True)
 class AdapterSize:
-    """An adapter on one layer."""
+    """The size of an adapter on one layer."""
 
     rank: int
     alpha: float
     scale: float
-    """What the adapter adds is multiplied by this: alpha / rank, or alpha / √rank (rsLoRA, arXiv 2312.03732)."""
+    """The factor on the adapter's output: alpha / rank, or alpha / √rank (rsLoRA, arXiv 2312.03732)."""
 
 
 def settings_for_expert(settings: AdapterSettings, expert: str) -> AdapterSettings:
-    """The settings as they are for the expert of this name: what is said for it alone counts before the rest."""
-    expert_settings = {"high_noise": settings.high_noise, "low_noise": settings.low_noise}.get(expert)
-    if expert_settings is None:
+    """The settings for one expert: `adapter.<expert>` overrides `adapter`."""
+    expert_settings = getattr(settings, expert, None)
+    if not isinstance(expert_settings, ExpertAdapterSettings):
         return settings
     overrides: dict[str, object] = {
         "rank": expert_settings.rank,
@@ -41,14 +41,13 @@ def settings_for_expert(settings: AdapterSettings, expert: str) -> AdapterSettin
 
 
 def resolve_targets(settings: AdapterSettings, presets: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The endings of module names that the settings mean: those of a preset of the family, or their own."""
+    """The endings of module names in `adapter.targets`: those of the family's preset, or the list itself."""
     if not isinstance(settings.targets, str):
         return settings.targets
     if settings.targets not in presets:
         raise ModelError(
-            f"adapter.targets is {settings.targets!r}; the family's presets are {', '.join(presets)}; "
-            'names of modules are given as a list, on a command line as \'adapter.targets=["to_q", "to_k"]\', quotes '
-            "and all"
+            f"adapter.targets is {settings.targets!r}, which is not a preset of this family ({', '.join(presets)}); to "
+            'name modules, use a list, on a command line \'adapter.targets=["to_q", "to_k"]\' including the quotes'
         )
     return tuple(presets[settings.targets])
 
@@ -56,7 +55,10 @@ def resolve_targets(settings: AdapterSettings, presets: Mapping[str, Sequence[st
 def select_layers(
     module: nn.Module, settings: AdapterSettings, targets: Sequence[str], name: str
 ) -> dict[str, AdapterSize]:
-    """Names of the layers, in the module's order, each with the size of its adapter."""
+    """The selected layers by name, in the module's order, with the size of their adapters.
+
+    `name` is the expert, for messages. Raises ModelError if a target or a pattern matches nothing.
+    """
     check_targets(module, targets, name)
     selected = [key for key, _ in module.named_modules() if any(_has_suffix(key, target) for target in targets)]
     check_module_patterns(selected, settings.modules, name)
@@ -64,8 +66,8 @@ def select_layers(
 
 
 def adapter_size(key: str, settings: AdapterSettings) -> AdapterSize:
-    """The size on the layer of this name."""
-    override = next((one for one in settings.modules if _matches_pattern(key, one.match)), None)
+    """The size of the adapter on the layer with this name."""
+    override = next((entry for entry in settings.modules if _matches_pattern(key, entry.match)), None)
     rank = settings.rank if override is None or override.rank is None else override.rank
     alpha = settings.alpha if override is None or override.alpha is None else override.alpha
     alpha = float(rank) if alpha is None else alpha
@@ -73,31 +75,32 @@ def adapter_size(key: str, settings: AdapterSettings) -> AdapterSize:
 
 
 def check_targets(module: nn.Module, targets: Sequence[str], name: str) -> None:
-    """ModelError, with the nearest that there is, for a target that is no layer of the module."""
+    """Raise ModelError, with similar names, for a target that is not a layer of the module."""
     if not targets:
-        raise ModelError("adapter.targets is empty; name a preset of the family, or endings of module names")
+        raise ModelError("adapter.targets is empty; set it to a preset of the family, or to endings of module names")
     for target in targets:
         matching = [(key, layer) for key, layer in module.named_modules() if _has_suffix(key, target)]
         if not matching:
             raise ModelError(
-                f"adapter.targets: no module of {name} is called {target!r}; {_suggestion(module, target)}"
+                f"adapter.targets: no module of {name} has the name {target!r}; {_suggestion(module, target)}"
             )
-        for key, found in matching:
-            if not isinstance(found, ADAPTABLE_LAYERS):
-                nested_layers = _layer_suffixes(found, f"{target}.")
+        for key, layer in matching:
+            if not isinstance(layer, ADAPTABLE_LAYERS):
+                nested = _layer_suffixes(layer, f"{target}.")
+                inside = f"it contains {summarize_names(nested)}" if nested else "it contains none"
                 raise ModelError(
-                    f"adapter.targets: {key} of {name} is a {type(found).__name__}, and an adapter goes on linear and "
-                    f"convolution layers; {'inside it are ' + summarize_names(nested_layers) if nested_layers else 'there are none inside it'}"
+                    f"adapter.targets: {key} of {name} is a {type(layer).__name__}; adapters go on linear and "
+                    f"convolution layers, and {inside}"
                 )
 
 
 def check_module_patterns(keys: Sequence[str], modules: Sequence[ModuleAdapterSettings], name: str) -> None:
-    """ModelError for an entry of adapter.modules that speaks of no layer that is adapted."""
+    """Raise ModelError for an entry of `adapter.modules` that matches none of the selected layers."""
     for number, module_settings in enumerate(modules):
         if not any(_matches_pattern(key, module_settings.match) for key in keys):
             raise ModelError(
-                f"adapter.modules[{number}].match is {module_settings.match!r}, and no layer of {name} that the adapter is put on "
-                f"is called so; there are {summarize_names(keys, 4)}"
+                f"adapter.modules[{number}].match is {module_settings.match!r}, which matches no adapted layer of "
+                f"{name}; these are {summarize_names(keys, 4)}"
             )
 
 
@@ -116,16 +119,18 @@ def _matches_pattern(key: str, pattern: str) -> bool:
 def _suggestion(module: nn.Module, target: str) -> str:
     suffixes = _layer_suffixes(module)
     shorter_suffixes = {
-        ".".join(parts[at:]) for parts in (one.split(".") for one in suffixes) for at in range(len(parts))
+        ".".join(parts[at:]) for parts in (suffix.split(".") for suffix in suffixes) for at in range(len(parts))
     }
     close_matches = difflib.get_close_matches(target, sorted(shorter_suffixes), n=4, cutoff=0.6)
     return (
-        f"did you mean {summarize_names(close_matches)}?" if close_matches else f"there are {summarize_names(suffixes)}"
+        f"did you mean {summarize_names(close_matches)}?"
+        if close_matches
+        else f"use one of {summarize_names(suffixes)}"
     )
 
 
 def _layer_suffixes(module: nn.Module, prefix: str = "") -> list[str]:
-    """Names of the layers that can be adapted, without the numbered blocks they are in."""
+    """Names of the layers that can have an adapter, without the numbered blocks that contain them."""
     suffixes: dict[str, None] = {}
     for key, layer in module.named_modules():
         if isinstance(layer, ADAPTABLE_LAYERS) and key:

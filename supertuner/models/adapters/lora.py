@@ -1,6 +1,6 @@
 """Low-rank adapters by peft: LoRA (Hu et al., arXiv 2106.09685), DoRA (arXiv 2402.09353), rsLoRA (arXiv 2312.03732).
 
-A new adapter changes nothing of what the module computes, to the bit, and the same seed gives the same adapter.
+A new adapter does not change the module's output by a bit, and equal seeds give equal adapters.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from supertuner.models.adapters.layers import AdapterSize
 from supertuner.models.spec import Tensors
 
 ADAPTER_NAME = "default"
-"""peft's name of the adapter inside the module; it is in no file and in no name of ours."""
+"""peft's name of the adapter inside the module. It does not occur in files or in our parameter names."""
 MAGNITUDE_SUFFIX = ".lora_magnitude_vector.weight"
 
 
 def inject(
     module: nn.Module, settings: AdapterSettings, layers: Mapping[str, AdapterSize], *, seed: int, name: str
 ) -> dict[str, nn.Parameter]:
-    """Put adapters on the layers; their parameters by name. All other parameters stop learning.
+    """Attach adapters to the layers and freeze all other parameters; return the adapters' parameters by name.
 
-    peft's injection rather than a model's own add_adapter, which some models of diffusers do not have.
+    Uses peft's injection instead of `add_adapter`, which some models of diffusers do not have.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     lora_config = LoraConfig(
         r=settings.rank,
-        lora_alpha=1,  # never meant: every layer has an entry of its own
+        lora_alpha=1,  # unused: alpha_pattern has an entry for every layer
         lora_dropout=settings.dropout,
         target_modules=list(layers),
         rank_pattern={_anchored_pattern(key): size.rank for key, size in layers.items()},
@@ -44,7 +44,7 @@ def inject(
     )
     module.requires_grad_(False)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # peft cannot merge into 8-bit weights, and says so for each layer; we never merge.
+        # peft warns for each layer that it cannot merge into quantized weights; nothing here merges.
         warnings.filterwarnings("ignore", message=".*get_apply_tensor_subclass.*")
         inject_adapter_in_model(lora_config, module, adapter_name=ADAPTER_NAME)
     parameters = {
@@ -58,28 +58,28 @@ def inject(
 
 
 def export_tensors(tensors: Mapping[str, torch.Tensor], layers: Mapping[str, AdapterSize], prefix: str) -> Tensors:
-    """The tensors as diffusers' `load_lora_weights` takes them.
+    """The tensors of a file for diffusers' `load_lora_weights`.
 
-    The scale is multiplied into lora_B, so that the file means the same to programs that read no metadata: diffusers
-    takes alpha for the rank where it finds no other, and refuses `.alpha` tensors in some families.
+    The scale is multiplied into lora_B, so that the file means the same to programs that ignore metadata: without an
+    alpha diffusers assumes that alpha is the rank, and in some families it rejects `.alpha` tensors.
     """
     exported_tensors = {}
     for name, tensor in tensors.items():
         layer = re.split(r"\.lora_(?:A|B|magnitude_vector)\.", name)[0]
         scale = layers[layer].scale if ".lora_B." in name else 1.0
-        key = name.removesuffix(".weight") if name.endswith(MAGNITUDE_SUFFIX) else name  # as peft writes it
+        key = name.removesuffix(".weight") if name.endswith(MAGNITUDE_SUFFIX) else name  # peft writes this name
         exported_tensors[f"{prefix}.{key}"] = tensor if scale == 1.0 else tensor * scale
     return exported_tensors
 
 
 def _anchored_pattern(key: str) -> str:
-    """peft reads a pattern as the end of a name unless it is anchored."""
+    """peft matches a pattern with the end of a name unless it is anchored."""
     return f"^{re.escape(key)}"
 
 
 def _initial_value(key: str, parameter: nn.Parameter, seed: int, name: str) -> torch.Tensor:
-    """As published (arXiv 2106.09685, section 4.1) and as peft does it: A at random, B zero; DoRA's lengths are those
-    of the weight's own rows, as peft found them."""
+    """As published (arXiv 2106.09685, section 4.1) and as in peft: A is random, B is zero; DoRA's magnitudes are the
+    norms that peft computed from the weight."""
     if key.endswith(MAGNITUDE_SUFFIX):
         return parameter.detach().float()
     values = torch.zeros(parameter.shape, dtype=torch.float32)

@@ -1,8 +1,8 @@
-"""Adapters of LyCORIS (arXiv 2309.14859) by lycoris-lora: LoCon, LoHa, LoKr, and whole weights as a difference.
+"""Adapters of LyCORIS (arXiv 2309.14859) by lycoris-lora: LoCon, LoHa, LoKr, and full weight differences (diff).
 
-Its layers are put inside the layers they adapt, not into a network beside the model: then whatever moves, compiles,
-shards or checkpoints a block takes them along. They are added to what a layer computes ("bypass") rather than to its
-weight, because beside a weight in bf16 a small difference would be rounded away before it is used.
+The adapter modules are submodules of the layers that they adapt, not a network beside the model, so that moving,
+compiling, sharding or checkpointing a block includes them. Their output is added to the layer's output ("bypass")
+instead of their product to its weight, because a small difference added to a bf16 weight would be rounded away.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from supertuner.models.adapters.layers import AdapterSize
 from supertuner.models.spec import Tensors
 
 SUBMODULE_NAME = "lycoris"
-"""The name of the adapter inside its layer; it is in no name of a parameter of ours."""
+"""The adapter's name as a submodule of its layer. It does not occur in our parameter names."""
 KEY_PREFIX = "lycoris_"
-"""How lycoris-lora begins the names of layers in a file; dots become underscores."""
+"""The prefix of layer names in files of lycoris-lora, which also replaces dots by underscores."""
 SCALED_TENSORS = ("lora_up.weight", "hada_w2_a", "lokr_w2", "lokr_w2_b")
-"""The tensor of each kind that begins at zero: what its scale is multiplied into in a file."""
+"""The tensor of each adapter type that is zero at first; in a file the scale is multiplied into it."""
 
 
 def inject(
     module: nn.Module, settings: AdapterSettings, layers: Mapping[str, AdapterSize], *, seed: int, name: str
 ) -> dict[str, nn.Parameter]:
-    """Put adapters on the layers; their parameters, in fp32, by name. All other parameters stop learning.
+    """Attach adapters to the layers and freeze all other parameters; return the adapters' fp32 parameters by name.
 
-    lycoris-lora draws first values from torch's global generator: it is seeded for each layer, and put back.
+    lycoris-lora draws initial values from torch's global generator, which is seeded for each layer and then restored.
     """
     module.requires_grad_(False)
     with torch.random.fork_rng(devices=[]), _quiet_logger():
@@ -52,10 +52,11 @@ def inject(
 
 
 def export_tensors(module: nn.Module, layers: Mapping[str, AdapterSize]) -> Tensors:
-    """The tensors under lycoris-lora's own names, as its loader takes them.
+    """The tensors of a file for lycoris-lora's loader, with its names.
 
-    The scale is multiplied into a tensor that began at zero, and alpha is the rank: merging a LoKr or a LoHa,
-    lycoris-lora 4.1.3 scales it twice, and other programs take other numbers for the rank of whole matrices.
+    The scale is multiplied into one tensor, and alpha is set to the rank, so that every program computes a scale of 1:
+    lycoris-lora 4.1.3 applies the scale of a LoKr or LoHa twice when it merges, and programs disagree about the rank of
+    full matrices.
     """
     exported_tensors: Tensors = {}
     for key in layers:
@@ -72,15 +73,15 @@ def export_tensors(module: nn.Module, layers: Mapping[str, AdapterSize]) -> Tens
 
 
 def full_matrix_note(module: nn.Module, layers: Mapping[str, AdapterSize]) -> str | None:
-    """What the user should know: on how many layers the rank is so large that LoKr takes a whole matrix instead."""
+    """A note for the user if LoKr uses full matrices on some layers, because the rank is large; None otherwise."""
     full_matrix_layers = [
         key for key in layers if getattr(module.get_submodule(f"{key}.{SUBMODULE_NAME}"), "use_w2", False)
     ]
     if not full_matrix_layers:
         return None
     return (
-        f"LoKr's larger factor is a whole matrix, without a rank, on {len(full_matrix_layers)} of {len(layers)} layers "
-        f"({full_matrix_layers[0]} …): the rank is at least half of its size, or adapter.lokr_full_matrix is set"
+        f"LoKr's larger factor is a full matrix without a rank on {len(full_matrix_layers)} of {len(layers)} layers "
+        f"({full_matrix_layers[0]} …), because the rank is at least half of its size or adapter.lokr_full_matrix is set"
     )
 
 
@@ -99,20 +100,23 @@ def _build_adapter(key: str, layer: nn.Module, settings: AdapterSettings, size: 
         options |= {"factor": settings.lokr_factor, "full_matrix": settings.lokr_full_matrix}
     adapter = adapter_classes[settings.type](name, layer, lora_dim=size.rank, alpha=size.alpha, **options)
     if getattr(adapter, "use_w1", False) and adapter.use_w2:
-        adapter.scale = 1.0  # whole matrices have no rank to be scaled by; with rs_lora it forgets that
-    if settings.dropout:  # given to its constructor, LoHa and LoKr print that they have none, which is no longer true
+        adapter.scale = 1.0  # full matrices have no rank, so no scale; with rs_lora lycoris-lora applies one
+    if (
+        settings.dropout
+    ):  # as a constructor argument, LoHa and LoKr would print that they do not support it, which is outdated
         setattr(adapter, "dropout" if settings.type == "locon" else "drop", nn.Dropout(settings.dropout))
     return adapter
 
 
 def _supports_bypass(layer: nn.Module) -> bool:
-    """Whether the adapter can be computed beside its layer: grouped and dilated convolutions are rebuilt instead."""
-    return getattr(layer, "groups", 1) == 1 and all(step == 1 for step in getattr(layer, "dilation", ()))
+    """Whether the adapter's output can be added to the layer's; for grouped and dilated convolutions it cannot, and
+    lycoris-lora changes the weight instead."""
+    return getattr(layer, "groups", 1) == 1 and all(stride == 1 for stride in getattr(layer, "dilation", ()))
 
 
 @contextmanager
 def _quiet_logger() -> Iterator[None]:
-    """lycoris-lora writes remarks to standard output; what matters of them is told by `remark`."""
+    """Silences lycoris-lora's log on standard output. `full_matrix_note` reports what matters."""
     logger = logging.getLogger("LyCORIS")
     previous_level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,8 +1,13 @@
-"""A weight with an adapter's change in it: LoRA, LoHa, LoKr, DoRA and plain differences; lycoris-lora does the rarer.
+"""Merges an adapter into a weight: LoRA, LoHa, LoKr, DoRA and plain differences here, rarer types by lycoris-lora.
 
-Computed in fp32 and given back in the weight's own dtype. `strength` 1 is the adapter as trained, 0 none of it.
-The three products are written out here because lycoris-lora 4.1.3 multiplies a LoHa by alpha / rank twice when it
-merges, and cannot take a LoKr whose rank is larger than it would have chosen itself.
+Computed in fp32 and returned in the weight's dtype. `strength` 1 is the adapter as trained, 0 leaves the weight as it
+is. LoRA, LoHa and LoKr are implemented here because lycoris-lora 4.1.3 applies the scale alpha / rank of a LoHa twice
+when it merges, and rejects a LoKr whose rank is larger than it would choose itself. For a weight W and scale s:
+
+    LoRA   W + s · B A                                     B = lora_up, A = lora_down (arXiv 2106.09685, section 4.1)
+    LoHa   W + s · (w1_a w1_b) ⊙ (w2_a w2_b)               ⊙ is the elementwise product (LyCORIS, arXiv 2309.14859)
+    LoKr   W + s · w1 ⊗ w2                                 ⊗ is the Kronecker product; each factor may be a product a·b
+    DoRA   m · (W + ΔW) / ‖W + ΔW‖                         norms and magnitudes m per output (arXiv 2402.09353, eq. 5)
 """
 
 from __future__ import annotations
@@ -21,11 +26,14 @@ LORA_TENSORS = ("lora_up.weight", "lora_down.weight", "dora_scale")
 LOHA_TENSORS = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "dora_scale")
 LOKR_TENSORS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "dora_scale")
 LORA_BIAS = "lora_up.bias"
-"""Of peft's `lora_bias`: scaled like the product of the two matrices beside it."""
+"""The bias of peft's `lora_bias`, which has the scale of the LoRA."""
 
 
 def merged_weight(weight: torch.Tensor, tensors: Tensors, layer: str, strength: float = 1.0) -> torch.Tensor:
-    """`tensors`: those of the layer, as kohya and LyCORIS call them. ModelError where they do not fit the weight."""
+    """The weight with the adapter merged. `tensors` are the layer's, with the names of kohya and LyCORIS.
+
+    Raises ModelError if they do not fit the weight or cannot be merged completely.
+    """
     if weight.numel() == 0:
         return weight
     diffs = [tensors[name] for name in WEIGHT_DIFFS if name in tensors]
@@ -33,7 +41,9 @@ def merged_weight(weight: torch.Tensor, tensors: Tensors, layer: str, strength: 
     if diffs:
         _require_all_used(tensors, WEIGHT_DIFFS[:1] if "diff" in tensors else WEIGHT_DIFFS[1:], layer)
         if diffs[0].shape != weight.shape:
-            raise ModelError(f"{layer}: the change is {list(diffs[0].shape)}, the weight {list(weight.shape)}")
+            raise ModelError(
+                f"{layer}: the adapter's diff has shape {list(diffs[0].shape)}, but the weight {list(weight.shape)}"
+            )
         return (weight_fp32 + strength * diffs[0].float()).to(weight.dtype)
     if all(name in (*BIAS_DIFFS, LORA_BIAS, "alpha") for name in tensors):
         return weight
@@ -41,7 +51,7 @@ def merged_weight(weight: torch.Tensor, tensors: Tensors, layer: str, strength: 
     if delta is None:
         return _merge_with_lycoris(weight_fp32, tensors, layer, strength).to(weight.dtype)
     if delta.dim() < 2 or delta.numel() != weight.numel() or delta.shape[0] != weight.shape[0]:
-        raise ModelError(f"{layer}: the adapter does not fit: it is of {list(delta.shape)}, not {list(weight.shape)}")
+        raise ModelError(f"{layer}: the adapter has shape {list(delta.shape)}, but the weight {list(weight.shape)}")
     merged = weight_fp32 + delta.reshape(weight.shape)
     if "dora_scale" in tensors:
         merged = _apply_dora_magnitudes(merged, tensors["dora_scale"].float(), layer)
@@ -49,6 +59,7 @@ def merged_weight(weight: torch.Tensor, tensors: Tensors, layer: str, strength: 
 
 
 def merged_bias(bias: torch.Tensor, tensors: Tensors, layer: str, strength: float = 1.0) -> torch.Tensor:
+    """The bias with the adapter merged. Raises ModelError if the shapes differ."""
     diffs = [tensors[name].float() for name in BIAS_DIFFS if name in tensors]
     if LORA_BIAS in tensors:
         diffs.append(tensors[LORA_BIAS].float() * _lora_scale(tensors, layer))
@@ -56,41 +67,45 @@ def merged_bias(bias: torch.Tensor, tensors: Tensors, layer: str, strength: floa
         return bias
     for diff in diffs:
         if diff.shape != bias.shape:
-            raise ModelError(f"{layer}: the change is {list(diff.shape)}, the bias {list(bias.shape)}")
+            raise ModelError(
+                f"{layer}: the adapter's diff has shape {list(diff.shape)}, but the bias {list(bias.shape)}"
+            )
     return (bias.float() + strength * sum(diffs)).to(bias.dtype)
 
 
 def changes_bias(names: Iterable[str]) -> bool:
-    """Whether a layer needs a bias for these tensors of an adapter to be merged into it."""
+    """Whether these tensors of an adapter change the bias of their layer."""
     return not {*BIAS_DIFFS, LORA_BIAS}.isdisjoint(names)
 
 
 def _lora_scale(tensors: Tensors, layer: str) -> float:
     if "lora_down.weight" not in tensors or "dora_scale" in tensors:
-        raise ModelError(f"{layer}: {LORA_BIAS} is of a plain LoRA, and its tensors are {', '.join(tensors)}")
+        raise ModelError(f"{layer}: {LORA_BIAS} needs a plain LoRA, but the layer has {', '.join(tensors)}")
     down = tensors["lora_down.weight"]
     return _scale(tensors, down.shape[0] if down.dim() else 0, layer)
 
 
 def _scale(tensors: Tensors, rank: int | None, layer: str) -> float:
-    """alpha / rank; whole matrices have no rank, and no scale."""
+    """alpha / rank; 1 for full matrices, which have no rank (`rank` is None), and without an alpha."""
     if rank is None or "alpha" not in tensors:
         return 1.0
     if rank == 0 or tensors["alpha"].numel() != 1:
-        raise ModelError(f"{layer}: a rank of {rank} and an alpha of {list(tensors['alpha'].shape)} are no scale")
+        raise ModelError(
+            f"{layer}: a rank of {rank} and an alpha of shape {list(tensors['alpha'].shape)} give no scale"
+        )
     return float(tensors["alpha"]) / rank
 
 
 def _require_all_used(tensors: Tensors, used: Sequence[str], layer: str) -> None:
-    """ModelError for tensors that would be passed over."""
+    """Raise ModelError for tensors that the merge would ignore."""
     unused = [name for name in tensors if name not in (*used, *BIAS_DIFFS, LORA_BIAS, "alpha")]
     if unused:
         used_names = [name for name in tensors if name not in unused]
-        raise ModelError(f"{layer}: {', '.join(unused)} beside {', '.join(used_names)} cannot be merged")
+        raise ModelError(f"{layer}: cannot merge {', '.join(unused)} together with {', '.join(used_names)}")
 
 
 def _weight_delta(tensors: Tensors, layer: str) -> torch.Tensor | None:
-    """What is added to the weight; None for a kind that is not written out here."""
+    """ΔW, the difference to add to the weight; None for an adapter type that is not implemented here."""
     tensors_fp32 = {name: tensor.float() for name, tensor in tensors.items()}
     used: Sequence[str]
     rank: int | None = None
@@ -119,12 +134,13 @@ def _weight_delta(tensors: Tensors, layer: str) -> torch.Tensor | None:
             return None
     except (RuntimeError, KeyError, IndexError, ValueError) as error:
         reason = f"it has no {error.args[0]}" if isinstance(error, KeyError) else error
-        raise ModelError(f"{layer}: the adapter does not fit together: {reason}") from error
+        raise ModelError(f"{layer}: the adapter's tensors do not fit together: {reason}") from error
     _require_all_used(tensors, used, layer)
     return delta * _scale(tensors_fp32, rank, layer)
 
 
 def _kronecker_factor(tensors: Tensors, name: str) -> torch.Tensor:
+    """A factor of a LoKr: stored as a full matrix, or as a product of two matrices (`_a`, `_b`)."""
     if name in tensors:
         return tensors[name]
     left, right = tensors[f"{name}_a"], tensors[f"{name}_b"]
@@ -132,17 +148,18 @@ def _kronecker_factor(tensors: Tensors, name: str) -> torch.Tensor:
 
 
 def _apply_dora_magnitudes(merged: torch.Tensor, magnitudes: torch.Tensor, layer: str) -> torch.Tensor:
-    """DoRA (Liu et al., arXiv 2402.09353, eq. 5): the direction of the whole, with a length of its own per output."""
+    """DoRA (Liu et al., arXiv 2402.09353, eq. 5): normalize each output's weights and multiply by its magnitude."""
     if magnitudes.dim() > 0 and magnitudes.shape[0] == magnitudes.numel() == merged.shape[0]:
         dim, lengths = 0, merged.flatten(1).norm(dim=1)
-    elif (
-        magnitudes.shape[:2] == (1, merged.shape[1]) and magnitudes.numel() == merged.shape[1]
-    ):  # older LyCORIS: per input
+    elif magnitudes.shape[:2] == (1, merged.shape[1]) and magnitudes.numel() == merged.shape[1]:
+        # Older versions of LyCORIS have one magnitude per input.
         dim, lengths = 1, merged.transpose(0, 1).flatten(1).norm(dim=1)
     else:
-        raise ModelError(f"{layer}: DoRA's magnitudes {list(magnitudes.shape)} do not fit {list(merged.shape)}")
+        raise ModelError(
+            f"{layer}: DoRA's magnitudes of shape {list(magnitudes.shape)} do not fit a weight of {list(merged.shape)}"
+        )
     factors = magnitudes.flatten() / lengths
-    scaled: torch.Tensor = merged * factors.reshape([-1 if place == dim else 1 for place in range(merged.dim())])
+    scaled: torch.Tensor = merged * factors.reshape([-1 if axis == dim else 1 for axis in range(merged.dim())])
     return scaled
 
 
@@ -152,12 +169,12 @@ def _merge_with_lycoris(weight: torch.Tensor, tensors: Tensors, layer: str, stre
     named = {f"layer.{name}": tensor.float() for name, tensor in tensors.items()}
     module_class, parts = get_module(named, "layer")
     if module_class is None:
-        raise ModelError(f"{layer}: {', '.join(tensors)} are of no kind of adapter that lycoris-lora knows")
+        raise ModelError(f"{layer}: {', '.join(tensors)} belong to no adapter type that lycoris-lora knows")
     _require_all_used(tensors, module_class.weight_list, layer)
     try:
         lycoris_module = make_module(module_class, parts, "layer", _layer_with_weight(weight))
         merged = None if lycoris_module is None else lycoris_module.get_merged_weight(strength, weight.shape)[0]
-    except Exception as error:  # a stranger's tensors in a library that checks few of their sizes
+    except Exception as error:  # lycoris-lora checks few sizes, so that unsuitable tensors can raise anything
         raise ModelError(f"{layer}: the adapter does not fit a weight of {list(weight.shape)}: {error}") from error
     if merged is None or merged.shape != weight.shape:
         raise ModelError(f"{layer}: lycoris-lora cannot merge its {', '.join(tensors)}")
@@ -165,7 +182,7 @@ def _merge_with_lycoris(weight: torch.Tensor, tensors: Tensors, layer: str, stre
 
 
 def _layer_with_weight(weight: torch.Tensor) -> nn.Module:
-    """A layer with this weight, which is what lycoris-lora wants to see."""
+    """A linear or convolution layer with this weight, as lycoris-lora needs it."""
     sizes = weight.shape
     with torch.device("meta"):
         layer: nn.Module
@@ -174,7 +191,7 @@ def _layer_with_weight(weight: torch.Tensor) -> nn.Module:
         else:
             convolution_classes = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
             if len(sizes) not in convolution_classes:
-                raise ValueError(f"a weight of {len(sizes)} dimensions is of no linear or convolution layer")
+                raise ValueError(f"a weight with {len(sizes)} dimensions belongs to no linear or convolution layer")
             layer = convolution_classes[len(sizes)](sizes[1], sizes[0], tuple(sizes[2:]), bias=False)  # type: ignore[arg-type]
     layer.weight = nn.Parameter(weight, requires_grad=False)
     return layer

@@ -1,4 +1,4 @@
-"""Presets of adapter targets that families share: what belongs to which preset, by endings of module names."""
+"""Presets of adapter targets that families share, as endings of module names."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 SELF_ATTENTION: Final = ("to_q", "to_k", "to_v", "to_out.0")
-"""diffusers' attention."""
+"""Attention layers of diffusers."""
 JOINT_ATTENTION: Final = (*SELF_ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-"""diffusers' attention over pictures and text together."""
+"""Joint attention layers of diffusers, over image and text tokens."""
 
 
 def target_presets(attention: Sequence[str], mlp: Sequence[str], other: Sequence[str]) -> Mapping[str, Sequence[str]]:
-    """Each preset holds those before it. `rest` are the linear layers that are neither attention nor feed-forward."""
+    """The usual presets; each contains the one before it. `other`: linear layers outside attention and feed-forward."""
     return {
         "attention": tuple(attention),
         "attention_mlp": (*attention, *mlp),

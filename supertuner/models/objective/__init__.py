@@ -1,1 +1,1 @@
-"""To be written."""
+"""The training objective: sigmas, noisy inputs, targets, loss weights. Pure functions with their sources."""

@@ -1,14 +1,16 @@
-"""What an error counts: a sample's weight by its noise level, and the loss of each sample. Pure.
+"""Loss weights by sigma, and the loss of each sample. Pure.
 
     Esser et al. 2024     Scaling Rectified Flow Transformers (SD3), arXiv 2403.03206
     Hang et al. 2023      Efficient Diffusion Training via Min-SNR Weighting Strategy, arXiv 2303.09556
     Yu et al. 2023        Debias the Training of Diffusion Models, arXiv 2310.08442
     Khrapov et al. 2024   Improving Diffusion Models's Data-Corruption Resistance (pseudo-Huber), arXiv 2403.16728
 
-Weights by signal-to-noise ratio are one law for all models: a weight w of the squared error in the clean sample x. The
-squared error of what a model predicts is that error times a factor, so it counts w over the factor:
+Weights by signal-to-noise ratio are defined for all models alike, as a weight w of the squared error in the clean
+sample x. A model predicts something else, whose squared error is the error in x times a factor:
 
     epsilon   SNR               v   SNR + 1               flow   1 / l² = (1 + √SNR)²
+
+So the weight of the model's own squared error is w divided by this factor. l is sigma.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from supertuner.models.objective.diffusion import TrainingObjective
 from supertuner.models.objective.snr import snr_from_alphas_cumprod
 
 MIN_SNR = 1e-4
-"""`debiased` gives noise alone (SNR 0) an infinite weight; smaller ratios count like this one: a hundredfold."""
+"""`debiased` gives SNR 0 an infinite weight; smaller ratios count like this one, which limits the weight to 100."""
 
 
 def loss_weight(sigmas: torch.Tensor, objective: TrainingObjective) -> torch.Tensor:
-    """What a sample's loss counts, one number per level.
+    """The weight of a sample's loss for each sigma l.
 
     cosmap      2 / (π - 2π·l + 2π·l²), the density of Esser et al., eq. 21
-    sigma_sqrt  l⁻², as trainers of SD3 name it; levels below 1/1000, the first step of its schedule, count like that
+    sigma_sqrt  l⁻², named as in trainers of SD3; l is at least 1/1000, the first timestep of its schedule
     min_snr     w = min(SNR, γ) (Hang et al., section 3.4)
     debiased    w = √SNR (Yu et al., eq. 9: 1 / √SNR of the error in ε)
     """
@@ -44,14 +46,21 @@ def loss_weight(sigmas: torch.Tensor, objective: TrainingObjective) -> torch.Ten
 
 
 def _flow_weight(sigmas: torch.Tensor, objective: TrainingObjective) -> torch.Tensor:
-    """w · l², written without the ratio, which is infinite at level 0."""
+    """w · l², written without the SNR, which is infinite at l = 0. With SNR = ((1 - l) / l)²:
+
+    debiased  √SNR · l² = (1 - l)·l            min_snr  min(SNR, γ) · l² = min((1 - l)², γ·l²)
+    """
     if objective.weighting == "debiased":
         return (1 - sigmas) * sigmas
     return torch.minimum((1 - sigmas).square(), objective.snr_gamma * sigmas.square())
 
 
 def _snr_weight(snr: torch.Tensor, objective: TrainingObjective) -> torch.Tensor:
-    """w over the factor, written so that neither a ratio of 0 nor an infinite one gives anything but its limit."""
+    """w divided by the factor, written so that an SNR of 0 or infinity gives the limit of the expression.
+
+    min_snr   epsilon: min(SNR, γ) / SNR = min(1, γ / SNR)   v: min(SNR, γ) / (SNR + 1)
+    debiased  epsilon: √SNR / SNR = 1 / √SNR                 v: √SNR / (SNR + 1) = 1 / (√SNR + 1 / √SNR)
+    """
     predicts_epsilon = objective.prediction == "epsilon"
     if objective.weighting == "min_snr":
         return (
@@ -69,10 +78,10 @@ def per_sample_loss(
     objective: TrainingObjective,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Mean of each sample's loss over its elements, times its weight: fp32, one number per sample.
+    """The mean loss over each sample's elements times its weight: fp32, one number per sample.
 
-    With a mask (0 to 1, one number for each place, whatever the channel), places count as much as it says: the mean is
-    the weighted one, so a small subject weighs as much as a large one. Where all of it is 0, nothing is learnt.
+    With a mask (one number from 0 to 1 per position, the same for all channels) it is the mean weighted by the mask, so
+    that a small subject counts as much as a large one. A mask of zeros gives a loss of 0.
     """
     error = prediction.float() - targets.float()
     loss = error.square() if objective.huber_delta is None else pseudo_huber(error, objective.huber_delta)
@@ -84,7 +93,9 @@ def per_sample_loss(
 
 
 def pseudo_huber(error: torch.Tensor, delta: float) -> torch.Tensor:
-    """2δ·(√(e² + δ²) - δ): the square of a small error, 2δ·|e| of a large one. Without the difference, which would
-    leave nothing of an error much smaller than δ."""
+    """2δ·(√(e² + δ²) - δ) (Khrapov et al.): e² for small errors, about 2δ·|e| for large ones.
+
+    Computed as e² · 2δ / (√(e² + δ²) + δ): the difference would lose all digits of errors much smaller than δ.
+    """
     square = error.square()
     return square * (2 * delta / ((square + delta**2).sqrt() + delta))

@@ -90,8 +90,8 @@ def bucket_draw_shares(datasets: Sequence[DatasetSize]) -> dict[Bucket, float | 
 def forecast_schedule(
     config: RunConfig, datasets: Sequence[DatasetSize], world_size: int = 1
 ) -> TrainingSchedule | None:
-    """The schedule of windows that training will use; None: the length of the run depends on the number of samples, which
-    is unknown."""
+    """The schedule of windows that training will use; None: the length of the run depends on the number of samples,
+    which is unknown."""
     train = config.train
     sizes_known = all(holding.samples for holding in training_datasets(datasets))
     if not sizes_known:

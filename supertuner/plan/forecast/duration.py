@@ -12,9 +12,7 @@ from math import prod
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.settings.validation import ValidationSettings
 from supertuner.optim.schedule import TrainingSchedule, accumulation_steps
-
-MAX_PROMPTS_FROM_CAPTIONS = 4
-"""Without `validation.prompts`, at most this many captions are sampled (`plan/sample_requests.py`)."""
+from supertuner.plan.sample_requests import PROMPTS_FROM_CAPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +87,8 @@ def interpolate_by_tokens(seconds_by_tokens: Mapping[int, float], tokens: int) -
     """The time of a micro-batch with this many tokens, interpolated from known ones.
 
     Work is a polynomial of degree 2 in the number of tokens: linear layers contribute degree 1, attention degree 2. The
-    Lagrange polynomial through the three nearest sizes is exact; with two sizes, 0 tokens in 0 seconds is the third; with
-    one size the time is proportional. Sizes outside the known range are extrapolated.
+    Lagrange polynomial through the three nearest sizes is exact; with two sizes, 0 tokens in 0 seconds is the third;
+    with one size the time is proportional. Sizes outside the known range are extrapolated.
     """
     points = sorted(seconds_by_tokens.items())
     if tokens in seconds_by_tokens:
@@ -114,4 +112,4 @@ def validation_count(settings: ValidationSettings, total_steps: int) -> int:
 
 def samples_per_validation(settings: ValidationSettings) -> int:
     """Samples of one validation; an upper limit if the prompts are taken from captions."""
-    return (len(settings.prompts) or MAX_PROMPTS_FROM_CAPTIONS) * len(settings.seeds)
+    return (len(settings.prompts) or PROMPTS_FROM_CAPTIONS) * len(settings.seeds)

@@ -181,7 +181,8 @@ def _token_shares(run: RunModel) -> dict[int, float]:
 
 
 def _encoding_work(run: RunModel) -> tuple[RepeatedWork, ...] | None:
-    """Encoding every variation of every sample, in proportion to its volume, and every caption; None: unknown counts."""
+    """Encoding every variation of every sample, in proportion to its volume, and every caption; None: unknown
+    counts."""
     volume, captions = 0.0, 0
     for dataset in run.datasets:
         if dataset.samples is None or dataset.captions is None:

@@ -14,7 +14,8 @@ from supertuner.plan.trace.caching_allocator import simulate_allocator
 from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
 
 ENCODERS = "encoders"
-WAITING_EXPERT = "the idle expert"
+WAITING_EXPERT = "the expert that waits"
+"""A key of `RunForecast.to_dict`."""
 
 
 def forecast_phases(run: RunModel) -> tuple[PhaseForecast, ...]:

@@ -297,7 +297,8 @@ def _without_infinities(value: Any) -> Any:
 
 
 def verdict_text(forecast: RunForecast) -> str:
-    """One line: whether the run fits, how much memory stays free or is missing, and how long a step and the run take."""
+    """One line: whether the run fits, how much memory stays free or is missing, and how long a step and the run
+    take."""
     verdict = forecast.verdict
     planned = any(phase.name == verdict.phase and phase.plan_estimate is not None for phase in forecast.phases)
     return "; ".join([_fit_text(verdict, forecast.capacity.title, planned), *_time_text(forecast)])

@@ -1,7 +1,7 @@
 """What a run stores in host memory and on disk: staged files, caches, checkpoints, exports, prefetched batches. Pure.
 
-Each item says where it is stored and what its size was computed from. An unknown size is None, and the item says what is
-missing; an upper limit says "at most".
+Each item says where it is stored and what its size was computed from. An unknown size is None, and the item says what
+is missing; an upper limit says "at most".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGE_BYTES = 4096
 SPECIAL_TOKENS = 2
 """Start and end token of a caption."""
 CACHE_ENTRY_OVERHEAD_BYTES = 256
-"""Bytes of a cache entry besides its tensors, as in `cache/capacity.py`."""
+"""Bytes of a cache entry besides its tensors, as in `cache/location.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +119,7 @@ def _text_cache_size(datasets: Sequence[DatasetSize], sizes: EncodedSizes) -> tu
             )
         nbytes += max_bytes * dataset.cached_text_variants
         entries += captions.count * dataset.cached_text_variants
-    bound = (
-        "at most: each of the greatest length" if assumes_longest else "at most: one token per byte of text"
-    )
+    bound = "at most: each of the greatest length" if assumes_longest else "at most: one token per byte of text"
     return nbytes, f"{entries:,} captions; {bound}"
 
 
@@ -137,18 +135,14 @@ def _cache_items(what: str, kind: str, persistent: bool, nbytes: int | None, how
 def _batch_items(config: RunConfig, batch_bytes: int | None) -> list[StorageItem]:
     ahead = config.loader.batches_ahead + 1
     nbytes = None if batch_bytes is None else ahead * batch_bytes
-    return [
-        StorageItem("prefetched batches", "memory", nbytes, f"{ahead} micro-batches in pinned memory")
-    ]
+    return [StorageItem("prefetched batches", "memory", nbytes, f"{ahead} micro-batches in pinned memory")]
 
 
 def _checkpoint_items(config: RunConfig, experts: Sequence[ExpertStateSizes]) -> list[StorageItem]:
     checkpoint_bytes = sum(one.parameter_bytes + one.state_bytes for one in experts)
     count = config.checkpoints.keep + 1
     exports = sum(one.export_bytes for one in experts)
-    text = (
-        f"{count} of {bytes_text(checkpoint_bytes)}: the last {config.checkpoints.keep}, and one being written"
-    )
+    text = f"{count} of {bytes_text(checkpoint_bytes)}: the last {config.checkpoints.keep}, and one being written"
     return [
         StorageItem("checkpoints", "disk", count * checkpoint_bytes, text),
         StorageItem("exports", "disk", exports, "the trained weights"),

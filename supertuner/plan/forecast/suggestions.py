@@ -1,7 +1,8 @@
-"""Single changes that would make a run fit, or make it faster, with the cost of each: evaluated from one step table. Pure.
+"""Single changes that would make a run fit, or make it faster, with the cost of each: evaluated from one step table.
+Pure.
 
-Changes of placement and recomputation are evaluated block by block. Changes of sizes (batch, frames, number formats) are
-scaled from the trace of the current settings, and marked as not exact.
+Changes of placement and recomputation are evaluated block by block. Changes of sizes (batch, frames, number formats)
+are scaled from the trace of the current settings, and marked as not exact.
 """
 
 from __future__ import annotations
@@ -177,7 +178,8 @@ def _adapter_candidate(table: StepTable) -> _Candidate:
 
 
 def _smaller_sample_changes(baseline: SuggestionBaseline) -> Iterator[SuggestedChange]:
-    """For each dataset: the largest number of frames, or the largest resolution, that fits; if none fits, about half."""
+    """For each dataset: the largest number of frames, or the largest resolution, that fits; if none fits, about
+    half."""
     for number, dataset in enumerate(baseline.config.datasets):
         if dataset.held_out or baseline.capacity.gpu_bytes is None:
             continue

@@ -1,7 +1,7 @@
 """Surveys a run's datasets without staging them: files are listed, some of them are read, nothing is written.
 
-If there are many files, a sample of them is read, and the others are assumed to have the same distribution of shapes. The
-size of a dataset that is not on this machine is what the user gives (`--samples`), or unknown.
+If there are many files, a sample of them is read, and the others are assumed to have the same distribution of shapes.
+The size of a dataset that is not on this machine is what the user gives (`--samples`), or unknown.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import MIB
 from supertuner.data.cache_policy import CacheMode, dataset_cache_policy
-from supertuner.data.ordering.sample_collection import MediaMetadataSlice
 from supertuner.data.ordering.bucket_assignment import bucket_indices, bucket_table
 from supertuner.data.ordering.buckets import NO_BUCKET, Bucket
+from supertuner.data.ordering.sample_collection import MediaMetadataSlice
 from supertuner.data.ordering.sample_order import draws_per_epoch
 from supertuner.data.probe import probe
 from supertuner.data.probe.media_info import MediaInfo

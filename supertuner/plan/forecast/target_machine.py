@@ -9,8 +9,8 @@ from supertuner.core.host import HostFacts
 from supertuner.core.types import bytes_text
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.machines import MACHINES, MachineFigure, MachineSpec
-from supertuner.memory.probe import GpuFacts, MachineFacts, free_gpu_bytes, host_available_bytes, probe_machine
 from supertuner.memory.nvml import open_nvml
+from supertuner.memory.probe import GpuFacts, MachineFacts, free_gpu_bytes, host_available_bytes, probe_machine
 from supertuner.plan.forecast.results import MachineCapacity
 
 THIS_MACHINE = "this"
@@ -36,9 +36,7 @@ def find_machine_capacity(name: str | None, host: HostFacts, device_index: int =
             capacity, source=f"no GPU here, so a {capacity.title} is assumed; --machine selects another, or this"
         )
     available = host.memory_available()
-    source = (
-        "available now; there is no GPU" if available is not None else "there is no GPU, and its memory is unknown"
-    )
+    source = "available now; there is no GPU" if available is not None else "there is no GPU, and its memory is unknown"
     return MachineCapacity(MACHINES["cpu"], "this machine", None, available, source)
 
 

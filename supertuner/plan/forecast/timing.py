@@ -1,6 +1,7 @@
 """Modelled times of steps and of a whole run, from step tables, traces and the machine's rates. Pure.
 
-The times are lower limits: the rates are the vendor's, work is counted instead of measured, and nothing waits for files.
+The times are lower limits: the rates are the vendor's, work is counted instead of measured, and nothing waits for
+files.
 """
 
 from __future__ import annotations

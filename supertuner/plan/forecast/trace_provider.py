@@ -1,4 +1,5 @@
-"""The traces that a forecast is derived from: of each phase of a configured run, traced once and kept for later forecasts."""
+"""The traces that a forecast is derived from: of each phase of a configured run, traced once and kept for later
+forecasts."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ CONVOLUTIONAL_SHARE: Final = 0.1
 
 
 class CachedTraceProvider:
-    """Traces of one configuration on one kind of device, by bucket. Raises ModelError for a model that is unknown here."""
+    """Traces of one configuration on one kind of device, by bucket. Raises ModelError for a model that is unknown
+    here."""
 
     def __init__(self, config: RunConfig, capacity: MachineCapacity, sink: Sink, progress: Progress) -> None:
         self._config = config
@@ -44,7 +46,8 @@ class CachedTraceProvider:
         return self.family.token_count(self.model, self._shape_probe.encoded_specs(bucket.shape)["latents"].shape)
 
     def is_convolutional(self, expert: Expert) -> bool:
-        """Whether a large share of the expert's parameters are convolutions; the patch embedding of latents is small."""
+        """Whether a large share of the expert's parameters are convolutions; the patch embedding of latents is
+        small."""
         from torch import nn
 
         module = loading.build_meta_module(self.model, expert.component)

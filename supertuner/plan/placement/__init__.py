@@ -1,1 +1,1 @@
-"""To be written."""
+"""Decides where weights, activations and optimizer state are kept, from a step table and a machine. Pure."""

@@ -39,8 +39,8 @@ class PlacementChoice:
 
     @property
     def max_sends_in_flight(self) -> int:
-        """Blocks whose activations may be on their way to the host at once. Their GPU memory is freed when one more block
-        sends, or after their backward pass."""
+        """Blocks whose activations may be on their way to the host at once. Their GPU memory is freed when one more
+        block sends, or after their backward pass."""
         return max(1, self.ahead)
 
     def without_immediate_refetches(self) -> PlacementChoice:
@@ -51,7 +51,9 @@ class PlacementChoice:
         """
         last = len(self.activations) - 1
         activations = tuple(
-            ActivationPolicy.KEEP if policy is ActivationPolicy.SEND and 2 * (last - block) + 1 <= self.ahead else policy
+            ActivationPolicy.KEEP
+            if policy is ActivationPolicy.SEND and 2 * (last - block) + 1 <= self.ahead
+            else policy
             for block, policy in enumerate(self.activations)
         )
         return PlacementChoice(self.streamed, activations, self.ahead, self.optimizer, self.idle_at_home)

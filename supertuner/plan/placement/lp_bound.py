@@ -80,10 +80,7 @@ class BoundProgram:
         in_update = sum(min(option.update_gpu_bytes for option in item) for item in self.items)
         both = self.gpu_bytes + self.host_bytes
         return (
-            self.host_bytes >= 0
-            and on_gpu <= self.gpu_bytes
-            and least <= both
-            and in_update <= self.update_gpu_bytes
+            self.host_bytes >= 0 and on_gpu <= self.gpu_bytes and least <= both and in_update <= self.update_gpu_bytes
         )
 
 
@@ -100,8 +97,8 @@ class PricedBound:
 
 # Each limit has a price. Columns 0–1 belong to phase 1, 2–3 to phase 2, 4–8 to the update, 9–11 to the memories. One
 # link carries both directions, so the update takes at least (time up) + (time down). Each direction takes at least its
-# minimum (`arrive`, `depart`) and at least what the options copy (`brought`, `sent`); a maximum of two is not linear, so
-# all four combinations are limits.
+# minimum (`arrive`, `depart`) and at least what the options copy (`brought`, `sent`); a maximum of two is not linear,
+# so all four combinations are limits.
 PHASE_LIMITS: Final = ("first work", "first link", "second work", "second link", "update work",
                  "arrive and depart", "arrive and sent", "brought and depart", "brought and sent")  # fmt: skip
 MEMORY_LIMITS: Final = 3
@@ -135,8 +132,8 @@ def _fixed_costs(program: BoundProgram) -> FloatArray:
 
 
 def _count_equal_items(items: tuple[ItemOptions, ...]) -> list[tuple[int, FloatArray]]:
-    """Each distinct item once: how often it occurs, and a row of costs for each option. Keeps the program small, because
-    most blocks of a model are equal."""
+    """Each distinct item once: how often it occurs, and a row of costs for each option. Keeps the program small,
+    because most blocks of a model are equal."""
     counts: dict[ItemOptions, int] = {}
     for item in items:
         counts[item] = counts.get(item, 0) + 1

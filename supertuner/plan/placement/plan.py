@@ -1,4 +1,5 @@
-"""A memory plan as data: for each block, where its weights and activations are kept, how far ahead they are fetched, why.
+"""A memory plan as data: for each block, where its weights and activations are kept, how far ahead they are fetched,
+why.
 
 A plan changes the time and the memory of a step, never its values: every plan computes the same bits.
 """

@@ -1,8 +1,8 @@
 """From a step table, a machine and its limits to a plan: placement of weights, activations and optimizer, with reasons.
 
-Pure and deterministic. That the plan fits follows from arithmetic that does not depend on timing (`memory_needs.py`). Its
-time is modelled by the simulation that all placements are compared with (`simulate.py`), and reported with a lower bound
-that no plan can undercut (`roofline.py`): the ratio shows how much a better plan could gain at most.
+Pure and deterministic. That the plan fits follows from arithmetic that does not depend on timing (`memory_needs.py`).
+Its time is modelled by the simulation that all placements are compared with (`simulate.py`), and reported with a lower
+bound that no plan can undercut (`roofline.py`): the ratio shows how much a better plan could gain at most.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ def _build_infeasible_plan(
     memory_needs = compute_memory_needs(step, choice)
     evaluation = ChoiceEvaluation(choice, memory_needs, None)
     reasons = (_shortage_text(step, memory_needs, limits),)
-    return _build_plan(step, machine, evaluation, replace(time_bound, seconds=math.inf, limited_by="does not fit"), reasons)
+    return _build_plan(
+        step, machine, evaluation, replace(time_bound, seconds=math.inf, limited_by="does not fit"), reasons
+    )
 
 
 def least_gpu_memory_choice(step: TimedStep) -> PlacementChoice:
@@ -153,9 +155,7 @@ def _shortage_text(step: TimedStep, memory_needs: MemoryNeeds, limits: MemoryLim
     if memory_needs.gpu_bytes > limits.gpu_bytes:
         parts.append(f"{bytes_text(memory_needs.gpu_bytes - limits.gpu_bytes)} of GPU memory")
     if host is None:
-        parts.append(
-            f"{bytes_text(memory_needs.host_bytes)} of host memory, whose size is not known"
-        )
+        parts.append(f"{bytes_text(memory_needs.host_bytes)} of host memory, whose size is not known")
     elif memory_needs.host_bytes > host:
         parts.append(f"{bytes_text(memory_needs.host_bytes - host)} of host memory")
     missing = " and ".join(parts) or "a placement that fits both memories"

@@ -84,8 +84,9 @@ def plan_reasons(
     else:
         ratio = evaluation.seconds / time_bound.seconds if time_bound.seconds else 1.0
         reasons.append(
-            f"step {seconds_text(evaluation.seconds)}, bound {seconds_text(time_bound.seconds)} ({time_bound.limited_by}): {ratio:.3f}; "
-            f"{seconds_text(simulated.waiting_s)} of waiting; modelled at {step.rates.compute_share:.0%} of peak"
+            f"step {seconds_text(evaluation.seconds)}, lower bound {seconds_text(time_bound.seconds)} "
+            f"({time_bound.limited_by}), ratio {ratio:.3f}; {seconds_text(simulated.waiting_s)} of waiting; "
+            f"modelled at {step.rates.compute_share:.0%} of peak"
         )
     if limits.host_bytes is None and not step.rates.one_pool:
         reasons.append("the size of host memory is not known, so nothing is put there")
@@ -101,8 +102,8 @@ def _optimizer_text(step: TimedStep, choice: PlacementChoice) -> str:
     state = sum(step.state_bytes)
     if choice.optimizer is OptimizerPlacement.STREAMED:
         return (
-            f"the optimizer's state ({bytes_text(state)}) is kept in host memory; for the update it is copied to the GPU "
-            f"and back in {seconds_text(round_trip_s(step, state))}, block by block"
+            f"the optimizer's state ({bytes_text(state)}) is kept in host memory; for the update it is copied to the "
+            f"GPU and back in {seconds_text(round_trip_s(step, state))}, block by block"
         )
     touched = sum(step.host_step_bytes(b) for b in range(len(step.weight_bytes)))
     host_step_s = touched / (step.rates.host_bytes_s or 1.0)

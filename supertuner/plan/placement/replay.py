@@ -1,7 +1,7 @@
 """Replays a plan on the emulated superchip, which raises if memory is exceeded and whose clock models the time.
 
-The step follows the same rules as in the search (`simulate.py`). The machine differs: its device memory is allocated and
-freed page by page, and its link is shared with everything else on the chip. All times are modelled.
+The step follows the same rules as in the search (`simulate.py`). The machine differs: its device memory is allocated
+and freed page by page, and its link is shared with everything else on the chip. All times are modelled.
 """
 
 from __future__ import annotations

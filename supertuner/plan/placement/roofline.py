@@ -2,15 +2,15 @@
 
 Every plan spends at least: the blocks' own work, one block after the other; the forward pass of a block again if its
 activations are neither kept nor sent; the time on the link of all bytes that must cross it, in the phase in which they
-must; and the update after the last gradient, with everything that is copied in for it and out again (between two windows
-everything is at its permanent place), or the optimizer's step on the host.
+must; and the update after the last gradient, with everything that is copied in for it and out again (between two
+windows everything is at its permanent place), or the optimizer's step on the host.
 
 Where the optimizer steps is tried in turn. Everything else a plan decides is left to a relaxation, which may even treat
 fractions of a block differently: at the moment of one block's backward pass, activations of earlier blocks, weights and
 idle experts are on the GPU, in host memory, or to be recomputed, such that both memories are large enough. The cheapest
-combination is bounded from below with prices (`lp_bound.py`). What holds at that one moment for every plan holds for the
-best plan, so the bound is valid for any moment; the last blocks give the highest bounds, because most activations exist
-there.
+combination is bounded from below with prices (`lp_bound.py`). What holds at that one moment for every plan holds for
+the best plan, so the bound is valid for any moment; the last blocks give the highest bounds, because most activations
+exist there.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def _bound_with_optimizer(
 class _BackwardMoment:
     """The relaxed problem at the moment when one block is in its backward pass.
 
-    Bytes and seconds are averages over the window's micro-batches: a plan treats all micro-batches alike, and a bound for
-    the average is a bound for their sum.
+    Seconds are summed and bytes are averaged over the window's micro-batches, each of which has such a moment. A plan
+    may treat micro-batches differently: its choices then average to a mixture, which the relaxation allows.
     """
 
     def __init__(self, step: TimedStep, limits: MemoryLimits, optimizer: OptimizerPlacement, block: int) -> None:
@@ -167,7 +167,8 @@ class _BackwardMoment:
         return tuple(items)
 
     def _weight_options(self, block: int) -> ItemOptions:
-        """Weights, with their gradients if they are trained: on the GPU, or in host memory and fetched for every pass."""
+        """Weights, with their gradients if they are trained: on the GPU, or in host memory and fetched for every
+        pass."""
         step, micro_batches = self._step, self._micro_batches
         # The backward pass of an earlier block is still to come, so its weights are fetched in the second phase. For a
         # later block it is over; that fetch is not counted (the forward pass counts weights that do not fit).

@@ -5,9 +5,9 @@ A step with n blocks has about 6^n placements, so only small steps are searched 
 1. Structured search. A placement is described by few numbers: s blocks are streamed, r blocks are recomputed. Which
    blocks is fixed by a ranking (the ones that save the most first; equal blocks spread evenly over the model). Of the
    remaining blocks, as many as fit keep their activations; the others send them. Those that keep are either the last
-   blocks, whose activations the backward pass needs first, or spread evenly, so that the link has work all the time. The
-   pairs (s, r) are searched on a coarse grid, then around the best points with halved strides (a pattern search, Hooke
-   and Jeeves, 1961), for every placement of the optimizer and every prefetch distance.
+   blocks, whose activations the backward pass needs first, or spread evenly, so that the link has work all the time.
+   The pairs (s, r) are searched on a coarse grid, then around the best points with halved strides (a pattern search,
+   Hooke and Jeeves, 1961), for every placement of the optimizer and every prefetch distance.
 2. Local search. One block is changed, or two blocks are swapped, as long as that improves the placement.
 
 No placement is faster than the bound of `roofline.py`, so the search stops when it comes close to it. It is
@@ -111,8 +111,8 @@ def optimizer_placements(step: TimedStep, limits: MemoryLimits) -> list[Optimize
 
 
 def evenly_spread_order(members: Sequence[int]) -> list[int]:
-    """The members in an order whose every prefix is spread evenly over them: the van der Corput sequence, which reverses
-    the bits of 0, 1, 2, … and so visits halves, quarters, eighths."""
+    """The members in an order whose every prefix is spread evenly over them: the van der Corput sequence, which
+    reverses the bits of 0, 1, 2, … and so visits halves, quarters, eighths."""
     bits = max(1, (len(members) - 1).bit_length())
     order = sorted(range(1 << bits), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))
     return [members[number] for number in order if number < len(members)]
@@ -219,8 +219,8 @@ class _PlacementSearch:
         return cost
 
     def _spare_s(self, choice: PlacementChoice) -> float:
-        """How long the placement may wait in total and still beat the best one; negative: its work alone, or its traffic
-        alone, takes longer than the best. The simulation stops when it has waited that long."""
+        """How long the placement may wait in total and still beat the best one; negative: its work alone, or its
+        traffic alone, takes longer than the best. The simulation stops when it has waited that long."""
         if self._best is None:
             return math.inf
         step = self._step

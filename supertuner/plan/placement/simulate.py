@@ -8,10 +8,11 @@ The same rules hold for every placement, for plans and baselines alike; `train/o
   to wait for the oldest, whose GPU memory is then free.
 - Gradients on their way to the host still occupy GPU memory. A use that does not fit beside them waits for the oldest.
 - Copies use the link in the order in which they were started.
-- The update begins when all gradients have arrived. At the end of a window everything is at its permanent place, so that
-  checkpoints can read it there.
+- The update begins when all gradients have arrived. At the end of a window everything is at its permanent place, so
+  that checkpoints can read it there.
 
-The machine is a parameter: the emulated superchip (`replay.py`) and a fast clock (`fast_simulate.py`) run the same code.
+The machine is a parameter: the emulated superchip (`replay.py`) and a fast clock (`fast_simulate.py`) run the same
+code.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from supertuner.plan.placement.memory_needs import MemoryNeeds
 from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement
 
 SIMULATED_MICRO_BATCHES: Final = 3
-"""Micro-batches of a window that are simulated. The schedule repeats from then on: each further one takes as long as the
-last of these."""
+"""Micro-batches of a window that are simulated. The schedule repeats from then on: each further one takes as long as
+the last of these."""
 
 
 class SimulatedMachine(Protocol):
@@ -218,7 +219,8 @@ class _WindowSimulator:
         machine.wait_until(machine.start_copy(resident, True))
 
     def _update_by_pieces(self) -> None:
-        """A piece arrives while the one before it is stepped, and leaves while the next one is. Gradients do not return.
+        """A piece arrives while the one before it is stepped, and leaves while the next one is. Gradients do not
+        return.
 
         The next piece's fetch starts after the piece before the current one has been sent: both use the link.
         """

@@ -1,11 +1,20 @@
-"""torch's CUDA caching allocator as a pure model: what it reserves of the GPU for the tensors of a trace.
+"""A pure model of torch's CUDA caching allocator: how much GPU memory it reserves for the tensors of a trace.
 
-A run needs what is reserved, not what its tensors take: free blocks between live ones are no use to anybody else. The
-model takes and gives back in the trace's order by the allocator's own rules, those of `c10/cuda/CUDACachingAllocator`
-in PyTorch 2.13 with its usual settings (no `max_split_size_mb`, no expandable segments, one stream): requests are
-rounded to 512 bytes; up to 1 MiB comes from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, more from a
-segment of its own in steps of 2 MiB; the smallest free block that is large enough is taken and split where enough is
-left of it; neighbours that are free are joined; what is full gives free segments back and tries again.
+A run needs what the allocator reserves, not what its tensors occupy: a free block between two live ones cannot be used
+by anything else. The model allocates and frees in the order of the trace, by the rules of
+`c10/cuda/CUDACachingAllocator.cpp` in PyTorch 2.13 with default settings (no `max_split_size_mb`, no expandable
+segments, one stream):
+
+- A request is rounded up to a multiple of 512 bytes (`round_size`).
+- Small requests, up to 1 MiB, are served from small segments of 2 MiB; requests below 10 MiB from large segments of 20
+  MiB; larger ones get a segment of their own, rounded up to 2 MiB (`get_allocation_size`). A segment is one cudaMalloc.
+- The smallest free block that is large enough is used: best fit, and the lowest address among equals
+  (`get_free_block`). Small and large blocks have separate pools.
+- The rest of the block is split off if it is at least 512 bytes (small pool) or more than 1 MiB (large pool)
+  (`should_split`).
+- Freeing a block merges it with free neighbours of the same segment (`free_block`, `try_merge_blocks`).
+- If a new segment exceeds the GPU's memory, all segments that are entirely free are returned to the driver, and the
+  request is tried once more (`release_cached_blocks`). On a GPU this synchronizes: each time costs a stall.
 """
 
 from __future__ import annotations
@@ -20,16 +29,20 @@ from supertuner.plan.trace.execution_trace import ExecutionTrace, StepPass, Tens
 
 MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = MIB
-"""The largest request that is served from small segments, and the largest rest of a large block that is not split."""
+"""`kSmallSize`: the largest request of the small pool, and the largest rest of a large block that is not split off."""
 SMALL_SEGMENT_BYTES = 2 * MIB
+"""`kSmallBuffer`."""
 LARGE_SEGMENT_BYTES = 20 * MIB
+"""`kLargeBuffer`."""
 OWN_SEGMENT_MIN_BYTES = 10 * MIB
+"""`kMinLargeAlloc`."""
 SEGMENT_ROUNDING_BYTES = 2 * MIB
+"""`kRoundLarge`."""
 
 
 @dataclass(slots=True, eq=False)
 class AllocatorBlock:
-    """A piece of a segment."""
+    """A contiguous part of a segment, linked to its neighbours in the segment."""
 
     address: int
     nbytes: int
@@ -40,32 +53,33 @@ class AllocatorBlock:
 
     @property
     def is_whole_segment(self) -> bool:
-        """Whether it is all of its segment."""
+        """Whether the block is all of its segment."""
         return self.before is None and self.after is None
 
 
-class AllocatorOutOfMemory(Exception):  # it is an answer of the model, not an error of ours
-    """No memory of that size is left."""
+class AllocatorOutOfMemory(Exception):  # a result of the model, not an error of this program
+    """The modelled allocator cannot serve a request."""
 
 
 class CachingAllocator:
-    """The allocator's books. Addresses are numbers, and nothing is allocated."""
+    """The allocator's bookkeeping. Addresses are numbers; no memory is allocated."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
-        """What the GPU has for it; None: no end."""
+        """Memory of the GPU; None: unlimited."""
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.retries = 0
-        """How often free segments had to be given back to serve a request: each time the GPU stands still."""
+        """How often free segments were returned to the driver to serve a request; each time stalls the GPU."""
         self._next_address = 0
         self._free_sizes: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        """For small and large segments: (bytes, address) of free blocks, in order."""
+        """For the small and the large pool: (bytes, address) of free blocks, sorted, so that the first entry that is
+        large enough is the best fit."""
         self._free_by_address: dict[int, AllocatorBlock] = {}
         """Address → free block."""
 
     def allocate(self, nbytes: int) -> AllocatorBlock:
-        """A block for a request; `Full` if there is none."""
+        """A block of at least `nbytes`. Raises AllocatorOutOfMemory."""
         nbytes = max(MIN_BLOCK_BYTES, -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
         small = nbytes <= SMALL_REQUEST_BYTES
         block = self._take_free_block(nbytes, small) or self._reserve_segment(nbytes, small)
@@ -78,6 +92,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: AllocatorBlock) -> None:
+        """Returns a block to its pool, merged with free neighbours."""
         self.allocated_bytes -= block.nbytes
         before, after = block.before, block.after
         if before is not None and before.free:
@@ -120,7 +135,7 @@ class CachingAllocator:
         return block
 
     def _release_free_segments(self) -> None:
-        """Give segments back that nothing lives in."""
+        """Returns segments without live blocks to the driver."""
         self.retries += 1
         for block in [one for one in self._free_by_address.values() if one.is_whole_segment]:
             self._remove_from_free_list(block)
@@ -149,20 +164,24 @@ class CachingAllocator:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorPeaks:
-    """What the allocator's books show of a trace. Modelled."""
+    """The allocator's counters after a trace. Modelled."""
 
     allocated_bytes: int
-    """The most at once in its blocks: `torch.cuda.max_memory_allocated`."""
+    """Peak of the live blocks, as `torch.cuda.max_memory_allocated`."""
     reserved_bytes: int
-    """The most that it had of the GPU: `torch.cuda.max_memory_reserved`."""
+    """Peak of the segments, as `torch.cuda.max_memory_reserved`."""
     retries: int
-    """How often it had to give segments back to go on, within the limit."""
+    """How often it returned segments to the driver to stay within the limit."""
     fits: bool
 
 
 def simulate_allocator(trace: ExecutionTrace, *, limit_bytes: int | None = None, windows: int = 2) -> AllocatorPeaks:
-    """The allocator through the first windows of a run: what the optimizer keeps is made in the first update, and
-    segments that were cut for the first window are there for the second."""
+    """The allocator over the first windows of a run.
+
+    A trace shows the steady state, in which the optimizer's state exists from the start. A real run allocates the state
+    in the first update, between other tensors, and the second window finds the segments that the first one has split:
+    both change how much is reserved.
+    """
     allocator = CachingAllocator(limit_bytes)
     initial_tensors = np.flatnonzero((trace.birth == 0) & (trace.kind != TensorKind.STATE))
     optimizer_state = np.flatnonzero((trace.birth == 0) & (trace.kind == TensorKind.STATE))
@@ -194,7 +213,7 @@ def _first_update_tick(trace: ExecutionTrace) -> int:
 
 
 def _allocation_events(trace: ExecutionTrace) -> list[tuple[int, bool, int]]:
-    """(when, whether a tensor is born or dies, which), for what comes and goes within the window; in order."""
+    """(tick, is allocation, tensor) for every tensor that is allocated within the window, in order."""
     inside = np.flatnonzero((trace.birth > 0) & (trace.nbytes > 0))
     events = [(int(trace.birth[number]), True, number) for number in inside.tolist()]
     events += [(int(trace.death[number]), False, number) for number in inside.tolist()]

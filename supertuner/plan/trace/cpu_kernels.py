@@ -1,7 +1,8 @@
-"""What the CPU's kernels take of memory beside their results: the device that a trace of a step on the CPU runs on.
+"""Workspaces of CPU kernels: the device for traces of a step that runs on the CPU.
 
-Only what torch's own allocator hands out is counted, as torch.profiler shows it (tests/plan/forecast/test_cpu_forecast.py).
-Facts of PyTorch 2.13: `ATen/native/cpu/FlashAttentionKernel.cpp`; oneDNN's matrix products of half formats sum in fp32.
+Only memory from torch's own allocator is counted, as torch.profiler shows it
+(tests/plan/forecast/test_cpu_forecast.py). Facts of PyTorch 2.13: `ATen/native/cpu/FlashAttentionKernel.cpp`; oneDNN
+accumulates 16-bit matrix products in fp32.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ aten = torch.ops.aten
 
 KEY_TILE = 512
 QUERY_TILES = ((768, 256), (192, 64), (0, 32))
-"""From so many queries on, a thread takes so many at once."""
+"""(least number of queries, queries in a thread's tile)."""
 ONEDNN_SCRATCH_ALIGNMENT = 128
-"""oneDNN's own scratch memory is rounded up by as much."""
+"""Bytes that oneDNN adds to its scratch memory to align it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuDevice(PlainCpuDevice):
-    """A CPU as a trace sees it, with what its kernels take beside their results."""
+    """A CPU with the workspaces of its kernels."""
 
     threads: int = field(default_factory=torch.get_num_threads)
-    """Each has buffers of its own."""
+    """Each thread has its own buffers."""
 
     def operator_workspaces(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
-        """Bytes of what an operator takes when it begins and gives back when it ends."""
+        """Sizes of buffers that an operator allocates and frees while it runs."""
         if operator is aten._scaled_dot_product_flash_attention_for_cpu.default:
             return self._attention_workspaces(args[0], args[1])
         if operator is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
@@ -43,7 +44,7 @@ class CpuDevice(PlainCpuDevice):
         return ()
 
     def _attention_workspaces(self, query: torch.Tensor, key: torch.Tensor) -> Sequence[int]:
-        """Scores, their largest and their sum, and the result, of as many queries as a thread takes at once."""
+        """For the tile of each thread: scores, their maximum and sum, and the result."""
         queries, keys = _tile_sizes(query.shape[-2], key.shape[-2])
         scores = self.threads * queries * (keys + 2 + query.shape[-1]) * 4
         return (scores,) if query.element_size() == 4 else (scores, self.threads * queries * keys * 2)

@@ -1,8 +1,7 @@
-"""Which kernel CUDA computes attention with, and what its backward pass takes beside its results. Pure.
+"""The kernel that torch selects for attention on CUDA, and the workspaces of its backward pass. Pure.
 
-Facts of PyTorch 2.13 (`ATen/native/transformers/cuda/sdp_utils.cpp` and the backward functions beside it; of cuDNN, the
-SDPA nodes of its frontend), each compared with what torch's own CUDA build does on the phantom:
-tests/phantom/test_kernels.py.
+Facts of PyTorch 2.13 (`ATen/native/transformers/cuda/sdp_utils.cpp` and the backward functions next to it; for cuDNN,
+the SDPA nodes of its frontend). tests/phantom/test_kernels.py compares each with torch's CUDA build on the phantom.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 CUDNN_PREFERRED = frozenset({(9, 0), (10, 0)})
-"""Compute capabilities on which torch asks cuDNN first. On others it comes last, behind a kernel that takes all."""
+"""Compute capabilities on which torch tries cuDNN first. On others cuDNN comes after a kernel that accepts every
+call."""
 MAX_HEAD_DIM = 256
-"""Of cuDNN on these chips, and of flash attention."""
+"""Limit of cuDNN on these chips, and of flash attention."""
 
 
 class AttentionKernel(StrEnum):
@@ -25,14 +25,13 @@ class AttentionKernel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Queries, keys and values of one call."""
+    """The sizes of one attention call."""
 
     batch: int
     heads: int
     queries: int
     keys: int
     head_dim: int
-    """Of a head."""
     element_bytes: int
 
     @property
@@ -48,7 +47,7 @@ def select_attention_kernel(
     mask_requires_grad: bool = False,
     dropout: bool = False,
 ) -> AttentionKernel:
-    """The first in torch's order that takes this call."""
+    """The first kernel in torch's order of preference that accepts this call."""
     half = shape.element_bytes == 2
     fits = half and shape.head_dim <= MAX_HEAD_DIM
     if capability in CUDNN_PREFERRED and fits and shape.head_dim % 8 == 0 and not mask_requires_grad and not dropout:
@@ -61,9 +60,9 @@ def select_attention_kernel(
 
 
 def attention_backward_workspaces(attention_kernel: AttentionKernel, shape: AttentionShape) -> tuple[int, ...]:
-    """What the backward pass takes and gives back: sums of the gradient of queries in fp32, and one number per query.
+    """Sizes of the backward pass's buffers: the queries' gradient accumulated in fp32, and one number per query.
 
-    Of the math kernel nothing: its parts are operators by themselves.
+    None for the math kernel: it consists of ordinary operators.
     """
     if attention_kernel is AttentionKernel.CUDNN:
         return (shape.batch_heads * shape.queries * (shape.head_dim + 1) * 4,)

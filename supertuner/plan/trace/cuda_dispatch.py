@@ -1,12 +1,12 @@
-"""Fake tensors on the CPU go the ways that CUDA tensors go: autocast's lists, attention's kernel, the fused RMS norm.
+"""Makes fake CPU tensors dispatch as CUDA tensors do: autocast's lists, the attention kernel, the fused RMS norm.
 
-A build of torch without CUDA runs no operator on fake CUDA tensors, and on CPU tensors it casts other operators and
-calls other kernels: a forecast from those would be of another program. `as_on_cuda` registers CUDA's ways for the CPU
-with torch's own `Library`, and takes them back at its end. Inside, only fake tensors may be computed with.
+A build of torch without CUDA runs no operator on fake CUDA tensors. On CPU tensors, autocast casts other operators and
+torch calls other kernels, so a trace of them would describe another program. `dispatch_as_cuda` registers CUDA's
+behaviour for the CPU with torch's own `Library`, and removes it at the end. Inside, only fake tensors may be used.
 
-The lists are those of `ATen/autocast_mode.h` in PyTorch 2.13; that they name the operators which this torch casts on
-CUDA is tested (tests/plan/trace/test_cuda_dispatch.py), and the operators of whole steps are compared with torch's CUDA build on
-the phantom (tests/phantom/test_forecast.py).
+The lists are those of `ATen/autocast_mode.h` in PyTorch 2.13. tests/plan/trace/test_cuda_dispatch.py checks that they
+name the operators that the installed torch casts on CUDA; tests/phantom/test_forecast.py compares the operators of
+whole steps with torch's CUDA build on the phantom.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AUTOCAST_FP32_OUTPUT: Final = (
     "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm",
     "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
 )  # fmt: skip
-"""They are told to give fp32, and cast as they go."""
+"""They get `dtype=torch.float32`, and cast internally."""
 AUTOCAST_LOWER_PRECISION: Final = (
     "_convolution",
     "convolution",
@@ -49,24 +49,24 @@ AUTOCAST_LOWER_PRECISION: Final = (
     "linalg_multi_dot",
     "mv",
 )
-"""Beside those that the CPU lowers too: linear layers, convolutions, matrix products, attention."""
+"""In addition to those that CPU autocast lowers too: linear layers, convolutions, matrix products, attention."""
 AUTOCAST_PROMOTE: Final = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add", "tensordot", "vdot",
 )  # fmt: skip
-"""To the widest of their arguments."""
+"""Cast to the widest type of their arguments."""
 NOT_CAST_ON_CUDA: Final = (
     "cat", "stack", "index_copy", "view_as_complex", "polar", "reflection_pad1d", "reflection_pad2d",
     "replication_pad1d", "replication_pad2d", "replication_pad3d", "avg_pool3d", "max_pool3d", "adaptive_avg_pool3d",
     "fft_fftn", "fft_ifftn", "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "quantile", "nanquantile",
 )  # fmt: skip
-"""What the CPU casts and CUDA does not."""
+"""Operators that CPU autocast casts and CUDA autocast does not."""
 
 _AUTOCAST_CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 @contextmanager
 def dispatch_as_cuda(capability: tuple[int, int]) -> Iterator[None]:
-    """Inside, what is done with fake CPU tensors is what would be done with CUDA tensors on such a chip."""
+    """Inside, operators on fake CPU tensors dispatch as on CUDA tensors of a chip with this compute capability."""
     library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         for name in AUTOCAST_FP32:
@@ -90,7 +90,7 @@ def dispatch_as_cuda(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def find_operator(name: str) -> Any:
-    """torch's operator of that name, `pow.Scalar`."""
+    """torch's operator with this name and overload: `pow.Scalar`."""
     base, _, overload = name.partition(".")
     return getattr(getattr(aten, base), overload or "default")
 
@@ -124,9 +124,9 @@ def _with_cast_arguments(
             return value.to(dtype) if dtype is not None and _is_castable(value) and value.dtype != dtype else value
 
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU_KEYS):
-            # From the last to the first, as the C++ compiler has it: the order in which memory is taken.
-            made = tuple(tree_map(one, value) for value in reversed(args))[::-1]
-            return compute(*made, **tree_map(one, kwargs))
+            # From the last argument to the first, as torch's compiled C++ evaluates them: the order of allocations.
+            converted = tuple(tree_map(one, value) for value in reversed(args))[::-1]
+            return compute(*converted, **tree_map(one, kwargs))
 
     return cast
 
@@ -205,15 +205,16 @@ def _select_kernel(
 
 
 def _additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask of yes and no as what is added to the scores."""
+    """A boolean mask as a tensor that is added to the scores: 0 or -inf."""
     if mask.dtype != torch.bool:
         return mask
-    yes, no = mask.new_zeros((), dtype=dtype), mask.new_full((), float("-inf"), dtype=dtype)
-    return torch.where(mask, yes, no)
+    attended, masked = mask.new_zeros((), dtype=dtype), mask.new_full((), float("-inf"), dtype=dtype)
+    return torch.where(mask, attended, masked)
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """As CUDA differentiates it: one kernel each way. Without CUDA, torch takes it apart above autograd."""
+    """RMS norm as CUDA differentiates it: one kernel for each pass. Without CUDA, torch decomposes it above
+    autograd."""
 
     @staticmethod
     def forward(
@@ -228,10 +229,12 @@ class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         values, weight, scale = ctx.saved_tensors
-        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        output_mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
         with torch._C._AutoDispatchBelowAutograd():
-            of_values, of_weight = aten._fused_rms_norm_backward(gradient, values, ctx.shape, scale, weight, wanted)
-        return of_values, None, of_weight, None
+            values_gradient, weight_gradient = aten._fused_rms_norm_backward(
+                gradient, values, ctx.shape, scale, weight, output_mask
+            )
+        return values_gradient, None, weight_gradient, None
 
 
 def _rms_norm(
@@ -253,8 +256,8 @@ def _group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> torch.Tensor:
-    """CUDA's has its values in the plain order, and copies them if they are not; the CPU's takes channels last too
-    (`group_norm`, native/group_norm.cpp)."""
+    """CUDA's kernel requires contiguous values and copies others; the CPU's accepts channels-last too (`group_norm` in
+    ATen/native/group_norm.cpp)."""
     batch, channels = values.shape[:2]
     inner = values.numel() // (batch * channels)
     normed = aten.native_group_norm(values.contiguous(), weight, bias, batch, channels, inner, num_groups, eps)

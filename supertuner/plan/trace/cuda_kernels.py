@@ -1,8 +1,8 @@
-"""What CUDA's kernels take of memory beside their results: the device that a trace of a GPU's step runs on.
+"""Workspaces of CUDA kernels: the device for traces of a step that runs on a GPU.
 
-Each rule is arithmetic on shapes with its source beside it, none is fitted to a model; the phantom, torch's real CUDA
-build, is compared with all of them (tests/phantom/test_kernels.py). Of cuDNN's convolutions only the phantom's own rule
-is known: what lies in another order than cuDNN's kernels want is copied once. Real sizes depend on its version.
+Each rule is arithmetic on shapes with its source; none is fitted to a model. tests/phantom/test_kernels.py compares all
+of them with torch's CUDA build on the phantom. For cuDNN's convolutions only the phantom's own rule is known: tensors
+that are not channels-last are copied once. The real sizes depend on cuDNN's version.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ aten = torch.ops.aten
 ALIGNMENT_BYTES = 512
 """torch's caching allocator rounds every request up to a multiple of it (`kMinBlockSize`, CUDACachingAllocator.cpp)."""
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
-"""On chips from compute capability 9 on: seen on the phantom as a GH200 and as a GB10."""
+"""From compute capability 9 on, as seen on the phantom as a GH200 and as a GB10."""
 CUBLAS_WORKSPACE_BYTES_BEFORE_HOPPER = (2 * 4096 + 8 * 16) * KIB
-"""NVIDIA's and torch's default before (`CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8`)."""
+"""NVIDIA's and torch's earlier default (`CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8`)."""
 CUBLAS_THREADS = 2
-"""The forward pass and the backward pass have a thread each, and each thread a handle with a workspace of its own."""
+"""The forward pass and autograd's backward pass run in different threads, and each thread's cuBLAS handle has its own
+workspace."""
 FOREACH_CHUNK_ELEMENTS = 65536
-"""Elements of one tensor that one block of a foreach kernel takes (`kChunkSize`, MultiTensorApply.cuh)."""
+"""Elements of a tensor that one thread block of a foreach kernel processes (`kChunkSize`, MultiTensorApply.cuh)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """A GPU as a trace sees it. Implements the recorder's `Device`."""
+    """A GPU. Implements `TracedDevice`."""
 
     chip: GpuChip = GH200_CHIP
     name: str = "cuda"
@@ -45,13 +46,13 @@ class CudaDevice:
         return dispatch_as_cuda(self.chip.capability)
 
     def library_workspaces(self) -> Sequence[int]:
-        """Bytes that are taken by the first matrix product of each thread, and never given back."""
+        """Sizes of the cuBLAS workspaces, which the first matrix product of each thread allocates for good."""
         return (
             CUBLAS_WORKSPACE_BYTES if self.chip.capability[0] >= 9 else CUBLAS_WORKSPACE_BYTES_BEFORE_HOPPER,
         ) * CUBLAS_THREADS
 
     def operator_workspaces(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
-        """Bytes of what an operator takes when it begins and gives back when it ends."""
+        """Sizes of buffers that an operator allocates and frees while it runs."""
         if (attention_kernel := _ATTENTION_BACKWARD_KERNELS.get(operator)) is not None:
             return attention_backward_workspaces(attention_kernel, _attention_shape(args[1], args[2]))
         if operator in _DIM_REDUCTIONS:
@@ -89,7 +90,7 @@ class CudaDevice:
         bias_sizes: Any,
         *rest: Any,
     ) -> Sequence[int]:
-        """Its parts run one after the other; the largest is what it takes."""
+        """The gradients are computed one after the other: the largest workspace counts."""
         output_mask = rest[-1]
         copies = (
             sum(map(_channels_last_copy_bytes, (gradient, values, weight))) if output_mask[0] or output_mask[1] else 0
@@ -121,7 +122,7 @@ def _attention_shape(query: torch.Tensor, key: torch.Tensor) -> AttentionShape:
 
 
 def _foreach_norm_workspaces(tensors: Sequence[torch.Tensor]) -> Sequence[int]:
-    """A number for every chunk of every tensor, as many for each as for the largest (ForeachReduceOp.cu)."""
+    """One fp32 number for every chunk of every tensor; all tensors get as many as the largest (ForeachReduceOp.cu)."""
     if not tensors:
         return ()
     max_chunks = max(-(-tensor.numel() // FOREACH_CHUNK_ELEMENTS) for tensor in tensors)

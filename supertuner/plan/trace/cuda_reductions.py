@@ -1,8 +1,9 @@
-"""What a reduction (sum, mean, norm) takes on CUDA while it runs, where several thread blocks share an output. Pure.
+"""Workspaces of a CUDA reduction (sum, mean, norm): buffers that several thread blocks of one output share. Pure.
 
 The arithmetic of PyTorch 2.13's `ATen/native/cuda/Reduce.cuh` (`setReduceConfig`, `global_memory_size`) on the strides
-that its TensorIterator makes. A bias's gradient is such a sum over all tokens, and its buffer can be larger than the
-gradient of the layer's output. Compared with torch's CUDA build on the phantom: tests/phantom/test_kernels.py.
+that its TensorIterator computes. The gradient of a bias is such a sum over all tokens, and its buffer can be larger
+than the gradient of the layer's output. tests/phantom/test_kernels.py compares it with torch's CUDA build on the
+phantom.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ MIN_VALUES_PER_THREAD = 16
 MAX_VALUES_PER_THREAD = 256
 VECTOR_WIDTH = 4
 MAX_INDEXABLE_BYTES = 2**31 - 1
-"""A tensor of more is reduced in pieces."""
+"""A larger tensor is reduced in pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuChip:
-    """What of a GPU decides how work is divided."""
+    """The properties of a GPU that determine how kernels divide their work."""
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -29,8 +30,8 @@ class GpuChip:
 
 
 GH200_CHIP = GpuChip((9, 0), 132, 2048)
-"""And H100. Other chips of NVIDIA's choose other kernels and divide work otherwise, which changes a peak by less than a
-per cent (docs/forecast.md); a forecast for any of them is made with these."""
+"""Also H100. Other NVIDIA chips select other kernels and divide work differently, which changes a peak by less than one
+per cent (docs/forecast.md); forecasts for them use these values."""
 
 
 def reduction_workspaces(
@@ -42,9 +43,9 @@ def reduction_workspaces(
     *,
     accumulator_bytes: int = 4,
 ) -> tuple[int, ...]:
-    """Bytes of the buffer for sums of parts and of its semaphores; nothing where a block does an output alone.
+    """Sizes of the buffer for partial results and of its semaphores; empty if one thread block computes each output.
 
-    `strides` count elements; `sum_bytes` is the size of what is summed in: fp32 for half formats and fp32 itself.
+    `strides` count elements. `accumulator_bytes`: size of the type that is accumulated in, fp32 for 16-bit formats.
     """
     reduced_set = {dimension % len(shape) for dimension in reduced_dims} if shape else set()
     sizes = [
@@ -62,7 +63,7 @@ def reduction_workspaces(
 
 
 def _coalesce_dimensions(dimensions: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
-    """The iterator's order: reduced ones first, within both kinds the smallest stride first; neighbours are joined."""
+    """TensorIterator's order: reduced dimensions first, then by stride; dimensions that are contiguous are merged."""
     ordered = sorted(dimensions, key=lambda one: (not one[2], one[1]))
     joined: list[tuple[int, int, bool]] = []
     for size, stride, is_reduced in ordered:
@@ -74,7 +75,8 @@ def _coalesce_dimensions(dimensions: list[tuple[int, int, bool]]) -> list[tuple[
 
 
 def _split_to_32bit_range(dimensions: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
-    """The larger half, as often as needed until 32 bits address it: pieces are reduced one after the other."""
+    """Halves the widest dimension until 32 bits can address the rest, and keeps the larger half: the pieces are reduced
+    one after the other, so the largest one determines the buffer."""
     while sum((size - 1) * stride for size, stride, _ in dimensions) >= MAX_INDEXABLE_BYTES:
         widest = max(range(len(dimensions)), key=lambda index: (dimensions[index][0] - 1) * dimensions[index][1])
         size, stride, is_reduced = dimensions[widest]
@@ -90,10 +92,10 @@ def _buffer_sizes(
     accumulator_bytes: int,
     chip: GpuChip,
 ) -> tuple[int, ...]:
-    reduced_strides = [stride for _, stride, gone in dimensions if gone]
-    kept_strides = [stride for _, stride, gone in dimensions if not gone]
+    reduced_strides = [stride for _, stride, is_reduced in dimensions if is_reduced]
+    kept_strides = [stride for _, stride, is_reduced in dimensions if not is_reduced]
+    # Whether the reduced values are contiguous in memory (`reduction_on_fastest_striding_dimension`).
     reduces_fastest_dim = not kept_strides or (bool(reduced_strides) and reduced_strides[0] < kept_strides[0])
-    """Whether what is summed lies side by side."""
     fastest = (reduced_strides[0] if reduced_strides else 0) if reduces_fastest_dim else kept_strides[0]
     first, second = (inputs, outputs) if reduces_fastest_dim else (outputs, inputs)
     vector = 1
@@ -126,17 +128,18 @@ def _buffer_sizes(
 
 
 def _output_vector_width(dimensions: list[tuple[int, int, bool]], element_bytes: int) -> int:
-    """How many outputs a thread takes at once: as many as every other stride and the number of outputs allow."""
+    """Outputs that a thread computes at once: the largest power of two that divides all other strides and the number of
+    outputs."""
     vector = VECTOR_WIDTH
-    first = next(size for size, _, away in dimensions if not away)
-    others = [stride for _, stride, away in dimensions if away or stride != element_bytes]
+    first = next(size for size, _, is_reduced in dimensions if not is_reduced)
+    others = [stride for _, stride, is_reduced in dimensions if is_reduced or stride != element_bytes]
     while vector > 1 and (first % vector or any(stride // element_bytes % vector for stride in others)):
         vector //= 2
     return vector
 
 
 def _thread_block_shape(first: int, second: int, max_threads: int) -> tuple[int, int]:
-    """Width and height of a block of threads."""
+    """Width and height of a thread block (`set_block_dimension`)."""
     wide = _floor_power_of_two(first) if first < max_threads else max_threads
     high = _floor_power_of_two(second) if second < max_threads else max_threads
     width = min(wide, WARP_SIZE)
@@ -145,5 +148,5 @@ def _thread_block_shape(first: int, second: int, max_threads: int) -> tuple[int,
 
 
 def _floor_power_of_two(number: int) -> int:
-    """The largest power of two that is not above the number."""
+    """The largest power of two that is at most `number`."""
     return 1 << max(number.bit_length() - 1, 0)

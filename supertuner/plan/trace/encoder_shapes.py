@@ -1,7 +1,7 @@
-"""What encoders make of media and captions, as shapes: learnt from small samples on fake tensors, scaled to any size.
+"""The shapes that encoders produce from media and captions: probed with small fake inputs, and scaled to any size.
 
-A VAE's latents grow as its input does, in whole steps: two small samples say by how much. What no family would take
-(sides that are no multiples, frames between two latents) is refused by the family before anybody asks here.
+The sides and frames of a VAE's latents are linear functions of those of its input: two small inputs determine them.
+Sizes that are not valid for a family (sides that are no multiple, frames between two latents) raise ModelError.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from supertuner.plan.trace.recorder import FakeScalarMode
 from supertuner.step.precision import ComputePrecision, latent_storage_dtype
 
 CPU = torch.device("cpu")
-"""Where fake tensors are: torch without CUDA runs no operators on fake CUDA tensors. A trace's device says what
-differs."""
+"""The device of fake tensors: torch without CUDA runs no operators on fake CUDA tensors. `TracedDevice` adds what
+differs on the real device."""
 PROBE_SIDE = 128
-"""Side of the samples that shapes are learnt from: a multiple of what any family asks for."""
+"""Side of the probed inputs: a multiple of what any family requires."""
 PROBE_FRAMES_FEW, PROBE_FRAMES_MORE = 5, 9
-"""Frames of the two short films that shapes of films are learnt from."""
+"""Frames of the two probed videos."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTensorSpec:
-    """One tensor of a batch, without its first dimension."""
+    """Shape and type of one tensor of a batch, without the batch dimension."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -42,11 +42,11 @@ class BatchTensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """What goes into one forward pass."""
+    """The tensors of one micro-batch."""
 
     samples: int
     latents: tuple[int, ...]
-    """Of one sample."""
+    """Shape for one sample."""
     text: Mapping[str, BatchTensorSpec]
     conditions: Mapping[str, BatchTensorSpec] = field(default_factory=dict)
     loss_inputs: Mapping[str, BatchTensorSpec] = field(default_factory=dict)
@@ -56,13 +56,14 @@ class BatchShape:
 
 
 def without_weights(model: ModelDescription, text_tokens: int | None = None) -> ModelDescription:
-    """The model, none of whose parts needs a weight; captions are taken for that long where their length counts."""
+    """The model, built without weight files. `text_tokens`: the assumed length of a caption; None: as the model
+    says."""
     source = replace(model.source, without_weights=True)
     return replace(model, source=source if text_tokens is None else replace(source, assumed_caption_tokens=text_tokens))
 
 
 class EncoderShapeProbe:
-    """Learns a model's shapes once, on first use, and answers for any size."""
+    """Probes a model's encoders on first use, and computes shapes for any size from the result."""
 
     def __init__(
         self, config: RunConfig, family: Family, model: ModelDescription, text_tokens: int | None = None
@@ -73,7 +74,8 @@ class EncoderShapeProbe:
         self._probed_text: dict[tuple[int, ...], dict[str, BatchTensorSpec]] = {}
 
     def encoded_specs(self, media_shape: tuple[int, ...]) -> dict[str, BatchTensorSpec]:
-        """What is stored about a sample of this shape (CHW or CFHW): its latents, and conditions."""
+        """The tensors that are cached for a sample of this shape (CHW or CFHW): latents and conditions. Raises
+        ModelError if the family cannot encode the shape."""
         if reason := self._family.unsupported_reason(self._model, media_shape):
             raise ModelError(f"a sample of shape {media_shape} cannot be encoded: {reason}")
         sides = Fraction(media_shape[-2], PROBE_SIDE), Fraction(media_shape[-1], PROBE_SIDE)
@@ -90,8 +92,11 @@ class EncoderShapeProbe:
         }
 
     def text_specs(self, samples: int, reference_shape: tuple[int, ...] | None = None) -> dict[str, BatchTensorSpec]:
-        """What a batch is told, as long as it can be; `picture` is what a model that edits changes. Several captions
-        are taken to differ in their lengths."""
+        """The text tensors of a batch whose captions have the greatest length.
+
+        `reference_shape`: of the image that an editing model receives. Several captions are assumed to have different
+        lengths, so that a family that masks padding does.
+        """
         key = (samples, *(reference_shape or ()))
         if key not in self._probed_text:
             with FakeTensorMode(allow_non_fake_inputs=True), FakeScalarMode(bool_value=samples > 1):
@@ -103,10 +108,10 @@ class EncoderShapeProbe:
         return self._probed_text[key]
 
     def encode_fake_caption(self, encoder: object, reference_shape: tuple[int, ...] | None) -> Tensors:
-        """A caption through an encoder, on fake tensors."""
+        """The encoding of one caption on fake tensors."""
         if isinstance(encoder, ImageTextEncoder):
             if reference_shape is None:
-                raise ModelError(f"{self._model.title} changes a picture, and nobody says how large it is")
+                raise ModelError(f"{self._model.title} edits an image, and its size is not known")
             return encoder.encode_with_images(["a"], [torch.empty(reference_shape, dtype=torch.uint8)])[0]
         encoded: list[Tensors] = encoder.encode(["a"])  # type: ignore[attr-defined]
         return encoded[0]
@@ -114,7 +119,7 @@ class EncoderShapeProbe:
     def batch_shape(
         self, samples: int, media_shape: tuple[int, ...], reference_shape: tuple[int, ...] | None = None
     ) -> BatchShape:
-        """The batch that samples of this shape become."""
+        """The micro-batch of samples of this shape."""
         specs = self.encoded_specs(media_shape)
         latents = specs.pop("latents")
         if self._model.edits_images and reference_shape is not None:
@@ -131,7 +136,7 @@ class EncoderShapeProbe:
         )
 
     def _loss_weight_specs(self, latents: tuple[int, ...]) -> dict[str, BatchTensorSpec]:
-        """What samples count, where some of the configured datasets say so."""
+        """The loss weights, masks and prior flags that the configured datasets add to a batch."""
         trained = [dataset for dataset in self._config.datasets if not dataset.held_out]
         specs: dict[str, BatchTensorSpec] = {}
         if any(one.loss_weight != 1 or one.loss_weights_file is not None for one in trained):
@@ -154,7 +159,7 @@ class EncoderShapeProbe:
 
 
 def _specs_without_batch(encoded: Tensors, dtype: torch.dtype) -> dict[str, BatchTensorSpec]:
-    """Without the batch, and numbers in the format that they are stored in."""
+    """Specs without the batch dimension; floating-point tensors in the type that they are stored in."""
     return {
         name: BatchTensorSpec(tuple(one.shape[1:]), dtype if one.is_floating_point() else one.dtype)
         for name, one in encoded.items()
@@ -162,7 +167,7 @@ def _specs_without_batch(encoded: Tensors, dtype: torch.dtype) -> dict[str, Batc
 
 
 def _leading_dimensions(fewer_frames: BatchTensorSpec, more_frames: BatchTensorSpec, frames: int) -> tuple[int, ...]:
-    """All dimensions but the sides, in a film of so many frames."""
+    """All dimensions except the sides for a video with this many frames, by linear extrapolation."""
     return tuple(
         _as_integer(
             at_few + Fraction(at_more - at_few, PROBE_FRAMES_MORE - PROBE_FRAMES_FEW) * (frames - PROBE_FRAMES_FEW)
@@ -177,5 +182,5 @@ def _scale_sides(spec: BatchTensorSpec, leading: Sequence[int], factors: tuple[F
 
 
 def _as_integer(size: Fraction) -> int:
-    assert size.denominator == 1, f"a size of {size}"
+    assert size.denominator == 1, f"{size} is not a whole number"
     return int(size)

@@ -1,8 +1,8 @@
-"""What a traced step did, as arrays: every tensor with its birth, death, bytes, class and block, and what was worked.
+"""A traced step as arrays: each tensor with birth, death, bytes, class and block, and the work of the operators.
 
-The clock counts births and deaths: each takes one tick, so that the order in which memory is taken and given back is
-kept exactly. What was there before the step is born at 0; what outlives it dies at `end`. A trace is of one window in
-its steady state: what an optimizer keeps is there from the beginning.
+The clock counts allocations and releases, one tick each, so that their order is kept exactly. A tensor that exists
+before the step is born at 0; one that outlives the step dies at `end`. A trace shows one window in its steady state:
+optimizer state exists from the beginning.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ AFTER_BLOCKS = "(after)"
 
 
 class TensorKind(IntEnum):
-    """What a tensor is to the step."""
+    """The class of a tensor."""
 
     FROZEN = 0
     """Weights and buffers that are not trained."""
     TRAINED = 1
     GRADIENT = 2
     STATE = 3
-    """What an optimizer keeps, and averages."""
+    """Optimizer state and EMA weights."""
     ACTIVATION = 4
-    """Made in the forward pass (or made again) and used in the backward pass."""
+    """Made in the forward pass (or recomputed) and used in the backward pass."""
     TEMPORARY = 5
     BATCH = 6
 
@@ -51,7 +51,7 @@ _LABELS = {
 
 
 class StepPass(IntEnum):
-    """Which part of the step an operator belongs to."""
+    """The part of the step that an operator belongs to."""
 
     FORWARD = 0
     RECOMPUTE = 1
@@ -61,28 +61,28 @@ class StepPass(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """Operators that ran one after the other in one block and one pass."""
+    """Consecutive operators of one block and one pass."""
 
     block: int
-    """Into `Trace.blocks`."""
+    """Index into `ExecutionTrace.blocks`."""
     step_pass: StepPass
     begin: int
-    """On the clock: its first birth or death is not before."""
+    """Tick: allocations and releases of the span are later."""
     end: int
     work: OperatorWork
     touched_tensors: tuple[int, ...]
-    """The tensors that its operators read or wrote, in the order of the first touch."""
+    """Indices of the tensors that its operators read or wrote, in the order of the first access."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ExecutionTrace:
-    """One window, or one pass of an encoder or sampler."""
+    """The trace of one window, or of one call of an encoder or sampler."""
 
     phase: str
     device: str
-    """`cuda` or `cpu`: whose memory this is."""
+    """`cuda` or `cpu`."""
     alignment_bytes: int
-    """Every tensor takes a multiple of so many bytes."""
+    """Every tensor occupies a multiple of this many bytes."""
     blocks: tuple[str, ...]
     """`(before)`, the blocks in the order of the forward pass, `(after)`."""
     nbytes: NDArray[np.int64]
@@ -90,46 +90,46 @@ class ExecutionTrace:
     death: NDArray[np.int64]
     kind: NDArray[np.uint8]
     block: NDArray[np.int16]
-    """Where it was born, or whose weight, gradient or state it is."""
+    """The block that allocated the tensor, or whose weight, gradient or state it is."""
     spans: tuple[TraceSpan, ...]
     end: int
     block_inputs: NDArray[np.int32]
-    """Pairs of a tensor and a block that it was given to in the forward pass."""
+    """(tensor, block) pairs: the tensor was an input of the block in the forward pass."""
     micro_batches: int = 1
     notes: tuple[str, ...] = ()
-    """What the trace does not know or left out."""
+    """What the trace leaves out."""
     work_by_part: tuple[tuple[str, OperatorWork], ...] = ()
-    """Work by name, where a phase has parts that are repeated unequally often."""
+    """Work by name, for a phase with parts that are repeated differently often."""
 
     def allocated_bytes(self) -> NDArray[np.int64]:
-        """The bytes that each tensor takes of memory."""
+        """The bytes that each tensor occupies, rounded up to the alignment."""
         return -(-self.nbytes // self.alignment_bytes) * self.alignment_bytes
 
     def live_bytes(self) -> NDArray[np.int64]:
-        """Bytes that are taken at each tick of the clock, from 0 to `end`."""
+        """Occupied bytes at each tick, from 0 to `end`."""
         return self._running_total(self.allocated_bytes())
 
     def live_bytes_of_kind(self, kind: TensorKind) -> NDArray[np.int64]:
         return self._running_total(np.where(self.kind == kind, self.allocated_bytes(), 0))
 
     def peak(self) -> tuple[int, int]:
-        """The most bytes at once, and when that is first reached."""
+        """The peak of occupied bytes, and the tick at which it is first reached."""
         live = self.live_bytes()
         at = int(live.argmax())
         return int(live[at]), at
 
     def live_bytes_by_kind(self, tick: int) -> dict[TensorKind, int]:
-        """What is alive at a tick, by class."""
+        """Occupied bytes at a tick, by class."""
         alive = (self.birth <= tick) & (tick < self.death)
         allocated = self.allocated_bytes()
         return {kind: int(allocated[alive & (self.kind == kind)].sum()) for kind in TensorKind}
 
     def span_at(self, tick: int) -> TraceSpan | None:
-        """The stretch that a tick falls into."""
-        return next((stretch for stretch in self.spans if stretch.begin <= tick < stretch.end), None)
+        """The span that contains a tick."""
+        return next((span for span in self.spans if span.begin <= tick < span.end), None)
 
     def total_work(self, step_pass: StepPass | None = None) -> OperatorWork:
-        """Of all operators, or of one pass."""
+        """The work of all operators, or of one pass."""
         return sum((one.work for one in self.spans if step_pass in (None, one.step_pass)), OperatorWork())
 
     def spans_in(self, step_pass: StepPass, block: int) -> Iterator[TraceSpan]:

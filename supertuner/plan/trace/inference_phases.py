@@ -1,8 +1,8 @@
-"""The other phases of a run on fake tensors: encoding media and captions for the caches, and making a sample.
+"""Traces of the phases without training, on fake tensors: encoding media and captions, and generating a sample.
 
-What is traced is the family's own encoders and denoiser. A sample's loop is not run: its schedulers decide by values.
-Instead its parts are, in the order of the loop, with everything in memory that a validation finds there: text encoder,
-one prediction of each expert, VAE. `SampleTrace` says what of it is repeated.
+The traced code is the family's own encoders and denoiser. The sampling loop itself is not traced, because its
+schedulers depend on values. Its parts are traced in the order of the loop, with everything in memory that a validation
+finds there: text encoder, one prediction of each expert, VAE decoder. `SampleTrace` knows which part is repeated.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from supertuner.step.window import ExpertState
 
 ENCODE_MEDIA, ENCODE_TEXT, SAMPLING = "encode media", "encode text", "sample"
 PREDICTION, ENCODE_AND_DECODE = "prediction", "rest"
-"""Parts of the work of a sample."""
+"""Names in `ExecutionTrace.work_by_part` of a sample."""
 
 
 def trace_media_encoding(
     family: Family, model: ModelDescription, media_shape: tuple[int, ...], *, device: TracedDevice | None = None
 ) -> ExecutionTrace:
-    """One sample of this shape (CHW or CFHW) through the media encoder: samples are encoded one by one."""
+    """Encoding one sample of this shape (CHW or CFHW); the caches encode samples one by one."""
     recorder = TraceRecorder(device or PlainCpuDevice(), threads=1)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         encoder: MediaEncoder = family.build_media_encoder(without_weights(model), CPU)
@@ -64,7 +64,7 @@ def trace_text_encoding(
     text_tokens: int | None = None,
     device: TracedDevice | None = None,
 ) -> ExecutionTrace:
-    """One caption, as long as it can be, through the text encoders."""
+    """Encoding one caption of the greatest length. Arguments as in `CachedTraces.text`."""
     recorder = TraceRecorder(device or PlainCpuDevice(), threads=1)
     shape_probe = EncoderShapeProbe(config, family, model, text_tokens)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -75,27 +75,28 @@ def trace_text_encoding(
         with recorder.device.emulate_dispatch(), recorder:
             encoded = shape_probe.encode_fake_caption(encoder, reference_shape)
         del encoded
-    notes = ("what the text encoder sees of pictures is left out",) if reference_shape is not None else ()
+    notes = ("the text encoder's vision part is left out",) if reference_shape is not None else ()
     return recorder.build_trace(ENCODE_TEXT, notes=notes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SampleTrace:
-    """A validation's sample, and the work of making it."""
+    """The trace of a validation sample, and the work of generating it."""
 
     trace: ExecutionTrace
 
     @property
     def prediction_work(self) -> OperatorWork:
-        """One denoising step, with guidance; of the expert that works most."""
+        """One denoising step with guidance, of the expert with the most work."""
         return dict(self.trace.work_by_part)[PREDICTION]
 
     @property
     def encode_and_decode_work(self) -> OperatorWork:
-        """Encoding the prompt, and decoding the latents: once."""
+        """Encoding the prompt and decoding the latents, once per sample."""
         return dict(self.trace.work_by_part)[ENCODE_AND_DECODE]
 
     def total_work(self, steps: int) -> OperatorWork:
+        """The work of a sample with this many denoising steps."""
         prediction = self.prediction_work
         scaled = OperatorWork(
             prediction.matmul_flops * steps,
@@ -109,8 +110,8 @@ class SampleTrace:
 def trace_sampling(
     config: RunConfig, family: Family, model: ModelDescription, shape: BatchShape, *, device: TracedDevice | None = None
 ) -> SampleTrace:
-    """A sample of the batch's shape, made in the middle of training: what is trained, its optimizer's state, and all
-    parts of the pipeline are in memory at once."""
+    """Generating a sample of the batch's shape during training: trained weights, optimizer state and all parts of the
+    pipeline are in memory at once."""
     config, model = traceable_config(with_checkpointing(config, False)), without_weights(model)
     precision = ComputePrecision(config.train.mixed_precision, CPU)
     guided = config.validation.guidance_scale > 1
@@ -124,13 +125,13 @@ def trace_sampling(
         ]
         with mode:
             denoisers = _build_denoisers(config, family, model, expert_states)
-            for trainee in expert_states:
-                _prime_optimizer(trainee)
+            for expert_state in expert_states:
+                _prime_optimizer(expert_state)
             for name, module in denoisers.items():
                 module.eval()
                 recorder.track_module(module, named_blocks(module), f"{name}.")
-            for trainee in expert_states:
-                register_optimizer_state(recorder, trainee, f"{trainee.expert.component}.")
+            for expert_state in expert_states:
+                register_optimizer_state(recorder, expert_state, f"{expert_state.expert.component}.")
             vae = loading.load_module(model, "vae", torch.float32)
             encoder: TextEncoder = family.build_text_encoder(model, CPU, precision.dtype)
             _track_encoder(recorder, encoder)
@@ -173,13 +174,13 @@ def trace_sampling(
 
 
 class _WorkMeter:
-    """The work of a recorder's stretches, taken piece by piece."""
+    """Splits the work that a recorder counts into parts."""
 
     def __init__(self, recorder: TraceRecorder) -> None:
         self._recorder, self._before = recorder, OperatorWork()
 
     def work_since_last_call(self) -> OperatorWork:
-        """What was worked since this was asked last."""
+        """The work since the previous call."""
         total = self._recorder.work_so_far()
         before, self._before = self._before, total
         return OperatorWork(
@@ -193,8 +194,8 @@ class _WorkMeter:
 def _build_denoisers(
     config: RunConfig, family: Family, model: ModelDescription, expert_states: Sequence[ExpertState]
 ) -> dict[str, nn.Module]:
-    """All experts by part: those in training, and those that the sampler loads for itself."""
-    denoisers = {trainee.expert.component: trainee.module for trainee in expert_states}
+    """All experts by component: the trained ones, and those that the sampler loads in addition."""
+    denoisers = {one.expert.component: one.module for one in expert_states}
     for expert in model.experts:
         if expert.component not in denoisers:
             denoisers[expert.component] = family.load_denoiser(model, expert, _compute_dtype(config))
@@ -202,7 +203,7 @@ def _build_denoisers(
 
 
 def _prime_optimizer(expert_state: ExpertState) -> None:
-    """One step of the optimizer with gradients of nothing: what it keeps is there."""
+    """One optimizer step with empty gradients, so that the optimizer's state exists."""
     for parameter in expert_state.parameters.values():
         parameter.grad = torch.empty_like(parameter)
     expert_state.optimizer.step()
@@ -210,7 +211,7 @@ def _prime_optimizer(expert_state: ExpertState) -> None:
 
 
 def _decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Pixels of latents; a VAE of films takes a picture as a film of one frame."""
+    """Pixels of latents. A video VAE decodes an image as a video of one frame."""
     is_video_vae = any(isinstance(part, nn.Conv3d) for part in vae.modules())
     if is_video_vae and latents.ndim == 4:
         latents = latents.unsqueeze(2)

@@ -1,7 +1,7 @@
-"""Watches operators on fake tensors and writes down every tensor's birth and death, and the work that is done.
+"""Records every allocation and release of fake tensors, and the work of the operators, while a step runs.
 
-It stands above the fake tensors and sees what autograd and Python call, in order. Where a real device differs from
-fake tensors (memory that a kernel takes while it runs, sums made in place), `Device` says how.
+The recorder is a dispatch mode above the fake tensors: it sees every operator that autograd and Python call, in order.
+What differs on a real device (workspaces of kernels, other dispatch) comes from a `TracedDevice`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from supertuner.plan.trace.execution_trace import (
 
 aten = torch.ops.aten
 Operator: TypeAlias = Any
-"""torch's OpOverload."""
+"""torch's OpOverload, which has no public type."""
 
 FLOP_FORMULAS: Final[Mapping[Operator, Callable[..., int]]] = {
     **flop_registry,
-    # torch counts attention on GPUs only; on the CPU it is the same product.
+    # torch counts attention on GPUs only; the CPU computes the same products.
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
         aten._scaled_dot_product_flash_attention_backward
@@ -46,7 +46,7 @@ FLOP_FORMULAS: Final[Mapping[Operator, Callable[..., int]]] = {
 
 
 class TracedDevice(Protocol):
-    """How a kind of device computes, and uses memory beside what operators return."""
+    """How a kind of device dispatches operators, and which memory it uses besides their results."""
 
     @property
     def name(self) -> str:
@@ -54,21 +54,21 @@ class TracedDevice(Protocol):
 
     @property
     def alignment_bytes(self) -> int:
-        """Every tensor takes a multiple of so many bytes."""
+        """Every tensor occupies a multiple of this many bytes."""
 
     def emulate_dispatch(self) -> AbstractContextManager[None]:
-        """Inside, fake tensors on the CPU go the ways that they would go on this device."""
+        """Inside, operators on fake CPU tensors dispatch as on this device."""
 
     def library_workspaces(self) -> Sequence[int]:
-        """Bytes of what its libraries take for themselves when they are first used, and keep."""
+        """Sizes of workspaces that libraries allocate at their first use and keep, one per thread."""
 
     def operator_workspaces(self, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
-        """Bytes of what an operator takes when it begins and gives back when it ends."""
+        """Sizes of buffers that an operator allocates and frees while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainCpuDevice:
-    """A device that does what torch's CPU code does."""
+    """A device without workspaces, which dispatches as torch's CPU code."""
 
     name: str = "cpu"
     alignment_bytes: int = 1
@@ -84,10 +84,11 @@ class PlainCpuDevice:
 
 
 class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Between `with` and its end, everything that is computed is recorded."""
+    """Records everything that is computed inside its `with` block."""
 
     def __init__(self, device: TracedDevice, threads: int = 2) -> None:
-        """`threads`: how many compute in this process by the end of it. Autograd's engine has one of its own."""
+        """`threads`: threads that run operators: 2 with a backward pass, which autograd's engine runs in its own
+        thread."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self._threads = threads
@@ -100,7 +101,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.block: list[int] = []
         self.birth_pass: list[int] = []
         self._tensor_numbers: dict[int, int] = {}
-        """Address of a live storage → which tensor it is."""
+        """Address of a live storage → index of its tensor."""
         self._storage_refs: dict[int, weakref.ref[Any]] = {}
         self._block_numbers: dict[str, int] = {BEFORE_BLOCKS: 0, AFTER_BLOCKS: 1}
         self._parameter_blocks: dict[int, int] = {}
@@ -108,6 +109,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._active_blocks: list[int] = []
         """Blocks whose forward pass is running, the innermost last."""
         self._sequence_ranges: list[tuple[int, int, int]] = []
+        """(begin, end, block): autograd's sequence numbers of the nodes that a block's forward pass created."""
         self._any_block_entered = False
         self._current_pass = StepPass.FORWARD
         self._in_backward = False
@@ -115,17 +117,16 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open_span: _OpenSpan | None = None
         self._engine_use_counts: tuple[int, int, int] | None = None
         self._library_workspaces: list[int] = []
-        """What the device takes once."""
         self.backward_starts: list[int] = []
-        """For each micro-batch, when its backward pass began."""
+        """For each micro-batch, the tick at which its backward pass began."""
         self.block_inputs: list[tuple[int, int]] = []
-        """(tensor, block): what was given to a block in the forward pass."""
+        """(tensor, block): inputs of a block in the forward pass."""
 
-    # What is known beforehand
+    # ── before the step ──────────────────────────────────────────────────────────────────────────────────────────
 
     def track_module(self, module: nn.Module, blocks: Mapping[str, nn.Module], prefix: str = "") -> None:
-        """Follow these blocks of a module, and count its parameters and buffers as they are now. A prefix tells the
-        names of several modules apart."""
+        """Hooks the blocks of a module, and registers its current parameters and buffers. `prefix` distinguishes the
+        names of several modules."""
         for name, block in blocks.items():
             self._block_numbers[f"{prefix}{name}"] = len(self.blocks)
             self.blocks.append(f"{prefix}{name}")
@@ -142,7 +143,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ]
 
     def block_of_parameter(self, name: str) -> int:
-        """The block that a parameter of this name is in."""
+        """The block that contains the parameter with this name: the longest prefix that is a block's name."""
         parts = name.split(".")
         for end in range(len(parts), 0, -1):
             if (block_number := self._block_numbers.get(".".join(parts[:end]))) is not None:
@@ -150,7 +151,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._block_numbers[BEFORE_BLOCKS]
 
     def register_tensor(self, tensor: torch.Tensor, kind: TensorKind, block_number: int = 0) -> None:
-        """A tensor that is there before the step, or one that is seen already and whose class is known only now."""
+        """Sets the class of a tensor: one that exists before the step, or one that was recorded and is classified
+        now."""
         for inner in inner_tensors(tensor):
             number = self._tensor_numbers.get(inner.untyped_storage()._cdata)
             if number is None:
@@ -162,13 +164,13 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.birth[number] = tick
 
     def tensor_number(self, tensor: torch.Tensor) -> int | None:
-        """Which tensor this is; None: none that was seen."""
+        """The index of a recorded tensor; None: it was not recorded."""
         return self._tensor_numbers.get(tensor.untyped_storage()._cdata)
 
-    # Which pass it is
+    # ── the current block and pass ───────────────────────────────────────────────────────────────────────────────
 
     def mark_micro_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches as they are; asking for one begins a forward pass, asking after the last the update."""
+        """Yields the batches unchanged. Requesting one marks the begin of a forward pass, the end marks the update."""
         for batch in batches:
             self._current_pass, self._in_backward = StepPass.FORWARD, False
             self._any_block_entered = False
@@ -195,6 +197,12 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._sequence_ranges[-1] = (begin, torch.autograd._get_sequence_nr(), block_number)  # type: ignore[attr-defined]
 
     def _current_block_and_pass(self) -> tuple[int, StepPass]:
+        """The block and pass of the operator that is about to run.
+
+        In the forward pass, hooks say which block runs. In the backward pass there are no hooks: the operator belongs
+        to the block whose forward pass created the autograd node that is being executed. With gradients enabled inside
+        a node, the block is being recomputed (gradient checkpointing): the backward pass itself builds no graph.
+        """
         node: Any = torch._C._current_autograd_node()
         if node is not None and not self._in_backward:
             self._in_backward = True
@@ -207,18 +215,18 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
             return block_number, self._current_pass
         node_block = self._block_of_node(node) if node is not None else self._block_numbers[AFTER_BLOCKS]
-        if node is not None and torch.is_grad_enabled():  # the backward pass itself needs no graph of its own
+        if node is not None and torch.is_grad_enabled():
             return self._active_blocks[-1] if self._active_blocks else node_block, StepPass.RECOMPUTE
         return node_block, StepPass.BACKWARD
 
     def _block_of_node(self, node: Any) -> int:
-        """The block whose forward pass made this node of the graph."""
+        """The block whose forward pass created this autograd node, by its sequence number."""
         variable = getattr(node, "variable", None)
         if variable is not None:
             return self._parameter_blocks.get(id(variable), self._block_numbers[BEFORE_BLOCKS])
         number = node._sequence_nr()
         low, high = 0, len(self._sequence_ranges)
-        while low < high:  # the last block that began before the node
+        while low < high:  # binary search for the last block that began before the node
             middle = (low + high) // 2
             low, high = (middle + 1, high) if self._sequence_ranges[middle][0] <= number else (low, middle)
         if low == 0:
@@ -226,15 +234,15 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _, end, block_number = self._sequence_ranges[low - 1]
         return block_number if number < end else self._block_numbers[AFTER_BLOCKS]
 
-    # What operators do
+    # ── operators ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def __torch_dispatch__(
         self, func: Operator, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
-            return _placeholder_value(args[0])  # a value that nobody has: the step goes on as with an ordinary one
-        if func.namespace == "prim":  # where a tensor is, and the like
+            return _placeholder_value(args[0])  # fake tensors have no values: the step continues with an ordinary one
+        if func.namespace == "prim":  # queries such as a tensor's device
             return func(*args, **kwargs)
         block_number, step_pass = self._current_block_and_pass()
         if self._open_span is None or (self._open_span.block_number, self._open_span.step_pass) != (
@@ -264,9 +272,13 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _is_engine_accumulation(self, inputs: Sequence[torch.Tensor], kwargs: Mapping[str, Any]) -> bool:
-        """Whether this is autograd's engine adding up two gradients, of which nobody else holds the first. It does so
-        in place; but not with fake tensors, because they are a subclass. Who holds a tensor can be counted, and what
-        is counted in this case was seen once, in `learn`."""
+        """Whether autograd's engine is adding two gradients and owns the first one alone.
+
+        In this case the engine adds in place (`accumulate` in torch/csrc/autograd/input_buffer.cpp), but not
+        for fake tensors, because they are a tensor subclass. The recorder then skips the addition, so that no result is
+        allocated. The case is recognized by the reference counts of the first gradient; `learn_engine_use_counts` has
+        recorded the counts of a known case.
+        """
         first = inputs[0]
         use_counts = (
             first._use_count(),  # type: ignore[attr-defined]
@@ -281,12 +293,12 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return use_counts == self._engine_use_counts and is_plain_add and is_non_overlapping_and_dense_or_false(first)
 
     def learn_engine_use_counts(self) -> None:
-        """See how often a gradient is held that nobody but the engine has; leaves no record."""
+        """Records the reference counts of a gradient that only the engine holds, in a small graph; leaves no trace."""
         leaf = torch.empty(1, requires_grad=True)
         with self:
             intermediate = leaf * 2
             torch.autograd.backward(intermediate.sin() + intermediate.cos())
-        assert self._engine_use_counts is not None, "the engine added up no gradients"
+        assert self._engine_use_counts is not None, "the engine added no gradients"
         del intermediate, leaf
         self._reset()
 
@@ -318,7 +330,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._open_span.touched_tensors[number] = None
         self._open_span.add(flops, elements, nbytes)
 
-    # Births and deaths
+    # ── allocations and releases ─────────────────────────────────────────────────────────────────────────────────
 
     def _track_storage(self, tensor: torch.Tensor, block_number: int, tick: int | None = None) -> int:
         storage = tensor.untyped_storage()
@@ -353,15 +365,15 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._spans.append(self._open_span.finish(self.clock))
             self._open_span = None
 
-    # What came of it
+    # ── the result ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def work_so_far(self) -> OperatorWork:
-        """All work so far."""
+        """The work of all operators so far."""
         self._close_span()
         return sum((one.work for one in self._spans), OperatorWork())
 
     def build_trace(self, phase: str, *, micro_batches: int = 1, notes: Sequence[str] = ()) -> ExecutionTrace:
-        """Everything so far. Tensors that are still there outlive the step."""
+        """The trace of everything so far. Tensors that are still alive outlive the step."""
         self._close_span()
         self._storage_refs.clear()
         end = self.clock + 1
@@ -397,13 +409,13 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _block_order(self) -> list[int]:
-        """The blocks as the forward pass first came to them."""
+        """The blocks in the order in which the forward pass first entered them."""
         first = {one.block: number for number, one in reversed(list(enumerate(self._spans)))}
         return [0, *sorted(range(2, len(self.blocks)), key=lambda place: first.get(place, len(first) + place)), 1]
 
 
 class FakeScalarMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Where code asks for the value of a fake tensor, it is told an ordinary one: 1, or `truth`."""
+    """Inside, reading the value of a fake tensor (`.item()`) returns 1, or `bool_value` for booleans."""
 
     def __init__(self, bool_value: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -418,7 +430,7 @@ class FakeScalarMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _OpenSpan:
-    """A stretch that goes on."""
+    """A span that is still being recorded."""
 
     __slots__ = ("begin", "block_number", "elements", "flops", "nbytes", "operators", "step_pass", "touched_tensors")
 
@@ -439,7 +451,7 @@ class _OpenSpan:
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor itself, or those that a wrapper (8-bit weights) is made of."""
+    """The tensor itself, or the tensors inside a wrapper subclass (8-bit weights)."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None or type(tensor.data) is torch.Tensor:
         yield tensor
@@ -449,15 +461,16 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _placeholder_value(tensor: torch.Tensor, bool_value: bool = True) -> Any:
-    """A value that nobody has, as an ordinary one."""
+    """An ordinary value in place of a fake tensor's unknown one."""
     return bool_value if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
 def _is_activation(
     kind: Any, birth: Any, death: Any, birth_pass: Any, backward_starts: Sequence[int], spans: Sequence[TraceSpan]
 ) -> Any:
-    """Which tensors are activations: of the forward pass, alive when the backward pass begins; made again, and alive
-    when the stretch that made them again ends. What was there before the step (libraries' workspaces) is none."""
+    """A mask of the tensors that are activations: allocated in the forward pass and alive when the backward pass
+    begins, or recomputed and alive at the end of the span that recomputed them. Tensors that existed before the step
+    (workspaces of libraries) are none."""
     is_activation = np.zeros(len(kind), dtype=bool)
     candidates = (kind == TensorKind.TEMPORARY) & (birth > 0)
     for at in backward_starts:

@@ -1,4 +1,4 @@
-"""A traced step as the table that plans are made from: block by block, what is kept, how much is worked. Pure."""
+"""Builds the step table, which plans are made from, from a traced step: bytes and work of each block. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from supertuner.plan.trace.execution_trace import (
 
 
 def build_step_table(trace: ExecutionTrace, *, micro_batches: int = 1, idle_bytes: int = 0) -> StepTable:
-    """The step of a trace in which nothing is recomputed, for windows of so many micro-batches."""
-    assert not any(one.step_pass is StepPass.RECOMPUTE for one in trace.spans), "a table is of a step that keeps all"
+    """The table of a step that was traced without recomputation, for windows of `micro_batches` micro-batches."""
+    assert not any(one.step_pass is StepPass.RECOMPUTE for one in trace.spans), "the traced step must not recompute"
     owner = _owning_blocks(trace)
     allocated = trace.allocated_bytes()
 
@@ -71,9 +71,11 @@ def build_step_table(trace: ExecutionTrace, *, micro_batches: int = 1, idle_byte
 
 
 def _owning_blocks(trace: ExecutionTrace) -> NDArray[np.int64]:
-    """For each tensor the block that it is counted with: what blocks are given is counted with the first of them, as it
-    is what that one would be recomputed from. What is made before all blocks, saved, and given to several stays where
-    it was made: no recomputation begins there."""
+    """For each tensor the block that it is counted with.
+
+    An input of blocks is counted with the first of them, because that block would be recomputed from it. An activation
+    that is made before all blocks and used by several is counted where it was made: it must be kept in any case.
+    """
     owner = trace.block.astype(np.int64)
     input_tensors, receiving_blocks = trace.block_inputs[:, 0], trace.block_inputs[:, 1].astype(np.int64)
     first = np.full(len(owner), len(trace.blocks), dtype=np.int64)
@@ -99,28 +101,35 @@ def _block_work(trace: ExecutionTrace, step_pass: StepPass, block: int) -> Opera
 
 
 def _backward_turns(trace: ExecutionTrace) -> list[list[TraceSpan]]:
-    """For each block what the backward pass does while it is there: until the next block's turn. What belongs to no
-    block is done in between too, while earlier blocks still have their activations: gradients of what several blocks
-    are given are added up so."""
+    """For each block, the spans of the backward pass from its first operator until the next block begins.
+
+    This includes spans outside all blocks, which run in between while earlier blocks still have their activations: they
+    add up gradients of tensors that several blocks use.
+    """
     turns: list[list[TraceSpan]] = [[] for _ in trace.blocks]
-    for step_pass, one_pass in groupby(trace.spans, key=lambda stretch: stretch.step_pass):
+    for step_pass, one_pass in groupby(trace.spans, key=lambda span: span.step_pass):
         if step_pass is StepPass.BACKWARD:
-            for turn, stretch in _assign_turns(list(one_pass), len(trace.blocks) - 1):
-                turns[turn].append(stretch)
+            for turn, span in _assign_turns(list(one_pass), len(trace.blocks) - 1):
+                turns[turn].append(span)
     return turns
 
 
 def _assign_turns(one_pass: Sequence[TraceSpan], last: int) -> Iterator[tuple[int, TraceSpan]]:
-    """With the block whose turn it is. The end of the pass is no block's, whosever its last operators are."""
-    inner = [number for number, stretch in enumerate(one_pass) if 0 < stretch.block < last]
+    """Each span with the block whose backward pass it falls into.
+
+    Read from the end of the pass, the blocks come in increasing order: a span belongs to the highest block seen so far.
+    Spans before the first block's (in time) belong to `last`, those after the last one to block 0, whatever their own
+    block is.
+    """
+    inner = [number for number, span in enumerate(one_pass) if 0 < span.block < last]
     begin = inner[0] if inner else len(one_pass)
-    yield from ((last, stretch) for stretch in one_pass[:begin])
+    yield from ((last, span) for span in one_pass[:begin])
     turn = 0
-    for stretch in reversed(one_pass[begin:]):
-        turn = max(turn, stretch.block) if stretch.block < last else turn
-        yield turn, stretch
+    for span in reversed(one_pass[begin:]):
+        turn = max(turn, span.block) if span.block < last else turn
+        yield turn, span
 
 
 def _peak_live_bytes(live: NDArray[np.int64], spans: Iterable[TraceSpan]) -> int:
-    """The most bytes of a kind while these run, whoever made them."""
+    """The peak of `live` during these spans, whichever block allocated the bytes."""
     return max((int(live[one.begin : one.end + 1].max()) for one in spans), default=0)

@@ -1,9 +1,9 @@
-"""Traces kept in files, by a key of everything that decides them: a second look at the same step is instant.
+"""A cache of traces in files, keyed by everything that determines a trace: tracing the same step again is instant.
 
     <folder>/<key>.safetensors      arrays of one trace; its metadata has the format, the key, a checksum, and the rest
 
-What is opened is checked: another format, another key, a checksum or an array that does not fit make it as if nothing
-was there, and it is written anew. A file appears whole or not at all; of many, the oldest are removed.
+A file is checked when it is read. One with another format, another key or a wrong checksum counts as missing, and is
+written again. Writes are atomic; if there are many files, the oldest are removed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from supertuner.plan.trace.execution_trace import ExecutionTrace, StepPass, Trac
 
 FORMAT: Final = "supertuner trace 1"
 MAX_FILES: Final = 256
-"""Files in a folder, of a megabyte or two each; the oldest go. A new version of a library leaves all of them behind."""
+"""Files in a folder, of one or two megabytes each; the oldest are removed. A new version of a library makes all
+obsolete."""
 LIBRARIES: Final = (
     "torch",
     "diffusers",
@@ -50,25 +51,28 @@ TENSOR_COLUMNS: Final[Mapping[str, Any]] = {
     "kind": np.uint8,
     "block": np.int16,
 }
-"""One entry for every tensor."""
+"""Arrays with one entry per tensor."""
 
 
 class TraceCache:
-    """Traces below a folder, or nowhere."""
+    """Traces in memory and, if there is a folder, in its files."""
 
     def __init__(
         self, folder: Path | None, versions: Mapping[str, str], sink: Sink, progress: Progress | None = None
     ) -> None:
-        """`versions`: of the programs that made them; a trace of another one is not found. Progress is told of what is
-        made, not of what is found."""
+        """`versions`: of the programs that make the traces; traces of other versions are not used. `folder` None:
+        memory only. `progress` gets a phase for each trace that is made, not for those that are read."""
         self._folder, self._versions, self._sink, self._progress = folder, dict(versions), sink, progress
         self._traces: dict[str, ExecutionTrace] = {}
 
     def get_or_create(
         self, description: Mapping[str, JSON], create: Callable[[], ExecutionTrace], title: str = "a step"
     ) -> ExecutionTrace:
-        """The trace that `what` describes completely: seen before, kept from earlier or made now. A folder that cannot
-        be written costs time, not the trace."""
+        """The trace that `description` identifies: from memory, from its file, or made by `create`.
+
+        If the folder cannot be written, a warning is emitted and the trace is returned all the same. `title` names the
+        trace in the progress line.
+        """
         key = self.key(description)
         if key not in self._traces:
             file = None if self._folder is None else self._folder / f"{key}.safetensors"
@@ -88,7 +92,7 @@ class TraceCache:
             for old in sorted(file.parent.glob("*.safetensors"), key=_newest_first)[MAX_FILES:]:
                 old.unlink(missing_ok=True)
         except OSError as error:
-            self._sink.emit(WarningEvent("traces", f"{file} cannot be written ({error}); it is made anew next time"))
+            self._sink.emit(WarningEvent("traces", f"{file} cannot be written ({error}); it is traced again next time"))
 
     def key(self, description: Mapping[str, JSON]) -> str:
         text = json.dumps({"format": FORMAT, "versions": self._versions, "what": description}, sort_keys=True)
@@ -96,7 +100,7 @@ class TraceCache:
 
 
 def program_versions() -> dict[str, str]:
-    """Of everything whose code runs in a trace; of our own, its content."""
+    """Versions of everything whose code runs in a trace; for this program, a hash of its source files."""
     library_versions = {name: version(name) for name in LIBRARIES}
     sources = xxhash.xxh3_128()
     for file in traced_source_files():
@@ -111,7 +115,7 @@ def traced_source_files() -> list[Path]:
 
 
 def serialize_trace(trace: ExecutionTrace, key: str) -> bytes:
-    """The bytes of a file."""
+    """The content of a trace's file."""
     arrays = {name: np.ascontiguousarray(getattr(trace, name)) for name in TENSOR_COLUMNS}
     arrays["inputs"] = np.ascontiguousarray(trace.block_inputs)
     arrays["stretches"] = np.array(
@@ -139,7 +143,7 @@ def serialize_trace(trace: ExecutionTrace, key: str) -> bytes:
 
 
 def read_trace(file: Path, key: str) -> ExecutionTrace | None:
-    """The trace in a file; None: there is none that is whole and of this key."""
+    """The trace in a file; None: it is missing, damaged, or of another key."""
     if not file.is_file():
         return None
     try:
@@ -183,7 +187,7 @@ def _deserialize_trace(arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, A
 
 
 def _newest_first(file: Path) -> float:
-    """Newest first; one that somebody else has just removed is older than any."""
+    """Sort key: newest first. A file that another process has just removed counts as the oldest."""
     try:
         return -file.stat().st_mtime
     except FileNotFoundError:
@@ -191,7 +195,7 @@ def _newest_first(file: Path) -> float:
 
 
 def _checksum(arrays: Mapping[str, NDArray[Any]], facts_json: str) -> str:
-    """Of every value, shape and name; what has this checksum is what was written."""
+    """Over every name, type, shape and value."""
     checksum = xxhash.xxh3_128(facts_json.encode())
     for name in sorted(arrays):
         checksum.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())

@@ -1,8 +1,9 @@
-"""A window of the configured run at full size on fake tensors: the run's own code, no weights, no GPU, no network.
+"""Traces a window of the configured run at full size on fake tensors: the run's own code, no weights, no GPU, no
+network.
 
-The module is made from its config alone, adapters, optimizer and objective as the run makes them (`step/expert_setup.py`),
-and the function that is traced is the one that the loop calls (`step/window.py`). Nothing is computed, so values are
-unknown: what is asked of one (a norm, an optimizer's own estimate) is answered with 1.
+The module is built from its config alone. Adapters, optimizer and objective are built as in a run
+(`step/expert_setup.py`), and the traced function is the one that the training loop calls (`step/window.py`). Fake
+tensors have no values: code that reads one (a norm, an optimizer's estimate) gets 1.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def trace_training_step(
 def build_fake_expert_state(
     config: RunConfig, family: Family, model: ModelDescription, expert: Expert, mode: FakeTensorMode
 ) -> ExpertState:
-    """An expert in training, made as a run makes it, of fake tensors."""
+    """The state of an expert in training, built as in a run, with fake tensors."""
     meta_precision = ComputePrecision(config.train.mixed_precision, torch.device("meta"))
     with MetaDeviceMode():
         module = family.load_denoiser(model, expert, weight_dtype(config, meta_precision))
@@ -98,7 +99,7 @@ def build_fake_expert_state(
     }
     fill_with_fake_tensors(module, mode, CPU)
     fake_parameters = dict(module.named_parameters())
-    parameters = {own: fake_parameters[name] for name, own in names_in_module.items()}
+    parameters = {adapter_name: fake_parameters[name] for name, adapter_name in names_in_module.items()}
     with mode:
         precision = ComputePrecision(config.train.mixed_precision, CPU)
         return build_expert_state(config, expert, replace(trained, parameters=parameters), precision)
@@ -118,17 +119,17 @@ def traceable_config(config: RunConfig) -> RunConfig:
 
 
 def _untraced_settings(config: RunConfig) -> tuple[str, ...]:
-    """What the configuration says and a trace does not follow."""
+    """Notes on settings that a trace ignores."""
     notes = []
     if config.model.compile:
-        notes.append("model.compile: traced as the blocks run without it; compiled, they need less")
+        notes.append("model.compile: traced without compilation; compiled blocks need less memory")
     if config.model.attention != "native":
-        notes.append(f'model.attention "{config.model.attention}": traced as torch\'s own; others save as much')
+        notes.append(f'model.attention "{config.model.attention}": traced with torch\'s own, which saves as much')
     return tuple(notes)
 
 
 def fake_batch(shape: BatchShape) -> StepBatch:
-    """A batch of nothing."""
+    """A micro-batch of fake tensors."""
 
     def empty_tensor(one: BatchTensorSpec) -> torch.Tensor:
         return torch.empty(shape.samples, *one.shape, dtype=one.dtype)
@@ -145,7 +146,7 @@ def fake_batch(shape: BatchShape) -> StepBatch:
 
 
 def register_optimizer_state(recorder: TraceRecorder, expert_state: ExpertState, prefix: str = "") -> None:
-    """Tell the recorder what the optimizer and the averages keep. The prefix is that of the module's names."""
+    """Registers optimizer state, EMA weights and prior weights. `prefix`: that of the module's names."""
     names = {id(parameter): name for name, parameter in expert_state.parameters.items()}
     for parameter, state in expert_state.optimizer.torch_optimizer.state.items():
         block_number = recorder.block_of_parameter(prefix + names.get(id(parameter), ""))
@@ -153,9 +154,8 @@ def register_optimizer_state(recorder: TraceRecorder, expert_state: ExpertState,
             if isinstance(value, torch.Tensor):
                 recorder.register_tensor(value, TensorKind.STATE, block_number)
     extra_values = [] if expert_state.ema is None else [expert_state.ema.averages]
-    extra_values += getattr(expert_state.base_weights, "args", ())[
-        1:
-    ]  # the values that keep the prior: `adapters.applied`'s second
+    # With a prior, `base_weights` is a partial function whose second argument holds the values of the base weights.
+    extra_values += getattr(expert_state.base_weights, "args", ())[1:]
     for values in extra_values:
         for name, value in values.items():
             recorder.register_tensor(value, TensorKind.STATE, recorder.block_of_parameter(prefix + name))

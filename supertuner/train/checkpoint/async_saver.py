@@ -32,6 +32,14 @@ from supertuner.train.checkpoint.state import collect_constant_state, collect_co
 from supertuner.train.checkpoint.write import CheckpointContents, CheckpointSharding, SaveAbandonedError
 from supertuner.train.run.training_run import TrainingRun
 
+WARN_AFTER_S = 1.0
+"""If training waits longer than this for an earlier checkpoint, it warns, once."""
+POLL_S = 0.02
+SHOW_PROGRESS_AFTER_S = 0.5
+"""If training waits longer than this, it shows the progress of the save."""
+SHARED_SAVE_TIMEOUT_S = 5.0
+"""After an error, how long to wait for a sharded save: the other ranks may be gone."""
+
 SaveCallback: TypeAlias = Callable[[Path | None, str], None]
 """Called once, with the checkpoint's path, or with None and the reason. Possibly by the writer thread."""
 
@@ -100,7 +108,7 @@ class HostCopies:
     @property
     def nbytes(self) -> int:
         """Bytes held, in use or free."""
-        return sum(one.nbytes for kept in (*self._free.values(), self._in_use) for one in kept)
+        return sum(tensor.nbytes for tensors in (*self._free.values(), self._in_use) for tensor in tensors)
 
     def copy_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Contiguous copies; the copying is complete when this returns."""
@@ -117,16 +125,6 @@ class HostCopies:
         copy = free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype)
         self._in_use.append(copy)
         return copy.copy_(tensor)
-
-
-WARN_AFTER_S = 1.0
-"""If training waits longer than this for an earlier checkpoint, it warns, once."""
-
-POLL_S = 0.02
-SHOW_PROGRESS_AFTER_S = 0.5
-"""If training waits longer than this, it shows the progress of the save."""
-SHARED_SAVE_TIMEOUT_S = 5.0
-"""After an error, how long to wait for a sharded save: the other ranks may be gone."""
 
 
 class CheckpointSaver:

@@ -1,7 +1,7 @@
-"""A folder that appears whole or not at all: written under a hidden name, synced, renamed into place.
+"""Writes a folder atomically: under a hidden name, synced, then renamed, so that it is complete or does not exist.
 
-.writing-NAME     being written; left by a kill, and removed by the next who writes
-.replaced-NAME    an earlier folder of that name, until the new one has it; a kill between the two gives it back
+.writing-NAME     being written; after a kill, the next write removes it
+.replaced-NAME    an earlier folder of that name, until the new one has it; after a kill in between, it is restored
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ WRITING_PREFIX, REPLACED_PREFIX = ".writing-", ".replaced-"
 
 @contextmanager
 def atomic_folder(parent: Path, name: str, is_same: Callable[[Path, Path], bool]) -> Iterator[Path]:
-    """Yield a hidden folder to fill; then it becomes `parent / name`, unless `same(there, new)` and there is no need.
+    """Yield a hidden folder to fill; afterwards it becomes `parent / name`, unless `is_same(existing, new)`.
 
-    If filling fails, nothing is left behind, and what was there stays.
+    If the block raises, nothing is left behind, and an existing folder stays.
     """
     new, target = parent / f"{WRITING_PREFIX}{name}", parent / name
     with explain_write_errors(parent):
@@ -36,21 +36,21 @@ def atomic_folder(parent: Path, name: str, is_same: Callable[[Path, Path], bool]
             if not (target.is_dir() and is_same(target, new)):
                 _publish(parent, new, name)
     finally:
-        shutil.rmtree(new, ignore_errors=True)  # what cannot be removed now is removed by the next who writes
+        shutil.rmtree(new, ignore_errors=True)  # the next write removes what cannot be removed now
 
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """The system's refusal in our words."""
+    """Turn OSError into TrainError."""
     try:
         yield
     except OSError as error:
         where = error.filename or path
-        raise TrainError(f"{where} cannot be written: {error.strerror}; make room, or see who owns it") from error
+        raise TrainError(f"{where} cannot be written: {error.strerror}; free some space, or check its owner") from error
 
 
 def finish_interrupted_writes(parent: Path) -> None:
-    """Finish what a kill interrupted."""
+    """Clean up after a killed write."""
     for entry in sorted(parent.iterdir()):
         if entry.name.startswith(WRITING_PREFIX):
             shutil.rmtree(entry)
@@ -65,7 +65,7 @@ def finish_interrupted_writes(parent: Path) -> None:
 def _publish(parent: Path, new: Path, name: str) -> None:
     target, old = parent / name, parent / f"{REPLACED_PREFIX}{name}"
     if target.exists():
-        os.rename(target, old)  # a kill from here to the next line is undone by `sweep`
+        os.rename(target, old)  # after a kill before the next line, `finish_interrupted_writes` undoes this
     os.rename(new, target)
     sync_folder(parent)
     if old.exists():

@@ -1,6 +1,8 @@
-"""Checkpoints as they are found on disk: checked against their manifest before anything in them is used.
+"""Finds, verifies and loads checkpoints: every file is checked against the manifest before anything in it is used.
 
-`find`, `verify` and `load` change nothing. A checkpoint that is not what was written is named and left as it is.
+Nothing here changes a file. A damaged checkpoint is named in the error, and stays as it is. Parts that several ranks
+wrote are assembled from their files, of which each has some rows; so a run may resume with another number of ranks than
+wrote its checkpoint.
 """
 
 from __future__ import annotations
@@ -40,25 +42,25 @@ if TYPE_CHECKING:
 
 
 class WantedRows(NamedTuple):
-    """What a process wants of a tensor."""
+    """The rows of a tensor that a rank reads."""
 
     shape: tuple[int, ...]
-    """Of the whole one. The files cannot know it: where its last rows are lost, a half looks like a whole."""
+    """Expected shape of the whole tensor. Files do not contain it: missing last rows would go unnoticed."""
     rows: range
 
 
 RowSelector: TypeAlias = Callable[[str], WantedRows | None]
-"""Tensor → what is wanted of it, unless it is a single number; None: all of it."""
+"""Tensor name → the rows to read; None: all of them. Not called for scalars."""
 
 
 class TensorPiece(NamedTuple):
-    """What one file has of a tensor."""
+    """The rows of a tensor that one file contains."""
 
     file: str
     header_bytes: int
     entry: tensor_file.TensorEntry
     first_row: int
-    """The row of the whole tensor that it begins with."""
+    """Index of its first row in the whole tensor."""
 
     @property
     def end_row(self) -> int:
@@ -66,7 +68,7 @@ class TensorPiece(NamedTuple):
 
 
 class CheckpointParts(Mapping[str, dict[str, "Tensor"]]):
-    """The tensors of a checkpoint, by part. A part is read, and checked once more, each time it is asked for."""
+    """Part → its tensors. Each access reads the part from disk, and verifies its checksum again."""
 
     def __init__(self, path: Path, manifest: CheckpointManifest) -> None:
         self._path = path
@@ -80,9 +82,9 @@ class CheckpointParts(Mapping[str, dict[str, "Tensor"]]):
         pieces = self.pieces(name)
         with _as_checkpoint_error(self._path / name):
             tensors = {
-                one: tensor_file.empty_tensor(_full_shape(found), found[0].entry) for one, found in pieces.items()
+                tensor: tensor_file.empty_tensor(_full_shape(rows), rows[0].entry) for tensor, rows in pieces.items()
             }
-        piece_by_file_and_tensor = {(piece.file, one): piece for one, found in pieces.items() for piece in found}
+        piece_by_file_and_tensor = {(piece.file, tensor): piece for tensor, rows in pieces.items() for piece in rows}
         for file in files:
 
             def allocate(entry: tensor_file.TensorEntry, file: str = file) -> Tensor:
@@ -93,8 +95,7 @@ class CheckpointParts(Mapping[str, dict[str, "Tensor"]]):
         return tensors
 
     def read_rows(self, name: str, select_rows: RowSelector) -> dict[str, Tensor]:
-        """The part with only these rows of its tensors. Nothing but them is read: whoever loaded the checkpoint has
-        checked all of it."""
+        """Only these rows of a part's tensors. Nothing else is read: `load_checkpoint` has verified the checksums."""
         tensors = {}
         with _as_checkpoint_error(self._path / name), open_folder(self._path) as folder_fd:
             for tensor_name, pieces in self.pieces(name).items():
@@ -103,8 +104,8 @@ class CheckpointParts(Mapping[str, dict[str, "Tensor"]]):
                     shape, range(shape[0] if shape else 1)
                 )
                 if wanted.shape != shape:
-                    problem = f"{tensor_name} of {name} ends as {list(shape)}, wanted is {list(wanted.shape)}"
-                    cause = "rows are missing, or it is of another model"
+                    problem = f"{tensor_name} of {name} has the shape {list(shape)}, not {list(wanted.shape)}"
+                    cause = "rows are missing, or it belongs to another model"
                     raise damaged_checkpoint(self._path / pieces[-1].file, f"{problem}: {cause}")
                 rows = wanted.rows
                 tensors[tensor_name] = tensor_file.empty_tensor(
@@ -115,7 +116,7 @@ class CheckpointParts(Mapping[str, dict[str, "Tensor"]]):
         return tensors
 
     def _read_rows(self, folder_fd: int, piece: TensorPiece, rows: range, tensor: Tensor) -> None:
-        """What a piece has of these rows, to where it belongs in the tensor that holds them."""
+        """Read those of these rows that a piece contains, into their place in `tensor`."""
         if not piece.entry.shape:
             first_row, target = 0, tensor
         else:
@@ -127,11 +128,11 @@ class CheckpointParts(Mapping[str, dict[str, "Tensor"]]):
             tensor_file.read_rows(fd, piece.header_bytes, piece.entry, first_row, target)
 
     def is_sharded(self, name: str) -> bool:
-        """Whether its rows are in the files of several processes."""
+        """Whether several ranks wrote the rows of this part."""
         return len(self._files[name]) > 1
 
     def pieces(self, name: str) -> dict[str, list[TensorPiece]]:
-        """Tensor → where its rows are, in their order; CheckpointError unless each of them is there once."""
+        """Tensor → the pieces with its rows, in order. CheckpointError unless each row is there exactly once."""
         pieces_by_tensor: dict[str, list[TensorPiece]] = {}
         with open_folder(self._path) as folder_fd:
             for file in self._files[name]:
@@ -163,7 +164,7 @@ class CheckpointParts(Mapping[str, dict[str, "Tensor"]]):
 
 
 def _full_shape(pieces: list[TensorPiece]) -> tuple[int, ...]:
-    """The shape of a tensor in pieces."""
+    """The shape of the tensor that these pieces form."""
     shape = pieces[-1].entry.shape
     return (pieces[-1].end_row, *shape[1:]) if shape else ()
 
@@ -175,9 +176,11 @@ def _require_all_rows(path: Path, part: str, name: str, pieces: list[TensorPiece
             piece.entry.dtype_code == pieces[0].entry.dtype_code and piece.entry.shape[1:] == pieces[0].entry.shape[1:]
         )
         if not same_kind or (number and not piece.entry.shape):
-            raise damaged_checkpoint(path / piece.file, f"{name} of {part} is another tensor than in {pieces[0].file}")
+            raise damaged_checkpoint(
+                path / piece.file, f"{name} of {part} has another dtype or shape than in {pieces[0].file}"
+            )
         if piece.first_row != end:
-            problem = f"{name} of {part} goes on with row {piece.first_row}, wanted is row {end}"
+            problem = f"{name} of {part} continues at row {piece.first_row}, expected row {end}"
             raise damaged_checkpoint(path / piece.file, problem)
         end = piece.end_row
 
@@ -195,7 +198,7 @@ def _read_checked(
 
 @contextmanager
 def _as_checkpoint_error(file: Path) -> Iterator[None]:
-    """What is wrong with a file, or with its size, in our words."""
+    """Turn errors about a file's format or size into CheckpointError."""
     try:
         yield
     except tensor_file.MalformedTensorFileError as error:
@@ -206,7 +209,7 @@ def _as_checkpoint_error(file: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LoadedCheckpoint:
-    """A checkpoint that was found whole."""
+    """A verified checkpoint."""
 
     path: Path
     step: int
@@ -214,33 +217,35 @@ class LoadedCheckpoint:
     parts: CheckpointParts
 
     def read_part(self, name: str, select_rows: RowSelector | None = None) -> dict[str, Tensor]:
-        """A part that must be there; of its tensors only some rows, if it says which."""
+        """A part, or some rows of its tensors. CheckpointError if the checkpoint does not have the part."""
         if name not in self.parts:
             available = ", ".join(self.parts) or "no part at all"
             raise CheckpointError(
-                f"{self.path} has no part {name}, it has {available}; it belongs to a run with other settings: "
-                "resume it with those, or start a new run"
+                f"{self.path} has no part {name}, it has {available}; it was saved with other settings: resume with "
+                "those, or start a new run"
             )
         return self.parts[name] if select_rows is None else self.parts.read_rows(name, select_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A checkpoint's folder at a glance: its manifest was read, the content of its files was not."""
+    """Summary of a checkpoint's folder, from its manifest and its file sizes; the contents are not read."""
 
     path: Path
     step: int
     nbytes: int
     parts: tuple[str, ...]
     problem: str | None
-    """What is wrong with its manifest, or with a file's size; None if nothing is."""
+    """What is wrong with its manifest or a file's size; None if nothing is wrong."""
 
 
 def load_checkpoint(
     path: Path, progress: Progress | None = None, *, already_verified: bool = False
 ) -> LoadedCheckpoint:
-    """The checkpoint in this folder, every byte of it checked; CheckpointError if it is not what was written.
-    `checked`: another process of the job did that just now."""
+    """The checkpoint in this folder, with every byte verified; CheckpointError if it is damaged.
+
+    `already_verified`: another rank of the job has just verified it.
+    """
     path = path.resolve()
     manifest = read_manifest(path)
     for problem in () if already_verified else _content_problems(path, manifest, progress or NullSink()):
@@ -251,7 +256,7 @@ def load_checkpoint(
 
 
 def verify_checkpoint(path: Path, progress: Progress | None = None) -> list[str]:
-    """Everything that is wrong with the checkpoint in this folder; an empty list if it is whole."""
+    """All problems of the checkpoint in this folder; an empty list if it is intact."""
     path = path.resolve()
     try:
         manifest = read_manifest(path)
@@ -264,7 +269,7 @@ def verify_checkpoint(path: Path, progress: Progress | None = None) -> list[str]
 
 
 def find_checkpoints(folder: Path) -> list[CheckpointInfo]:
-    """The checkpoints of a run's folder of checkpoints, oldest first. No file's content is read but the manifests'."""
+    """The checkpoints in a folder, oldest first. Only manifests are read."""
     steps = {name: step for name in entry_names(folder) if (step := parse_checkpoint_name(name)) is not None}
     return [_inspect(folder / name, step) for name, step in sorted(steps.items(), key=lambda item: item[1])]
 
@@ -273,7 +278,7 @@ def entry_names(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except FileNotFoundError:
-        return []  # no checkpoint was saved yet
+        return []  # there is no checkpoint yet
 
 
 def read_manifest(path: Path) -> CheckpointManifest:
@@ -281,15 +286,15 @@ def read_manifest(path: Path) -> CheckpointManifest:
         manifest = parse_manifest(read_json_file(folder_fd, MANIFEST_FILE, path / MANIFEST_FILE), path / MANIFEST_FILE)
     named_step = parse_checkpoint_name(path.name)
     if named_step is not None and named_step != manifest.step:
-        remedy = "give the folder its own name back"
+        remedy = "rename the folder back"
         raise damaged_checkpoint(
-            path, f"the folder is named for step {named_step}, its manifest says {manifest.step}", remedy
+            path, f"the folder's name means step {named_step}, its manifest has step {manifest.step}", remedy
         )
     return manifest
 
 
 def _inspect(path: Path, step: int) -> CheckpointInfo:
-    real_path = path.resolve()  # somebody may have moved it to another disk, and left a link
+    real_path = path.resolve()  # it may be a link to another disk
     try:
         manifest = read_manifest(real_path)
         with open_folder(real_path) as folder_fd:
@@ -302,7 +307,7 @@ def _inspect(path: Path, step: int) -> CheckpointInfo:
 
 
 def _content_problems(path: Path, manifest: CheckpointManifest, progress: Progress) -> Iterator[CheckpointError]:
-    """Files that are missing, of another size, or of other content than the manifest says."""
+    """Files that are missing, or differ in size or content from the manifest."""
     with open_folder(path) as folder_fd, progress.phase(f"checking {path.name}", nbytes=manifest.nbytes) as phase:
         for name, facts in manifest.files.items():
             try:
@@ -314,7 +319,7 @@ def _content_problems(path: Path, manifest: CheckpointManifest, progress: Progre
 
 
 def _format_problems(path: Path, manifest: CheckpointManifest) -> Iterator[CheckpointError]:
-    """Files that are as they were written, and still are not what a checkpoint holds: somebody else wrote them."""
+    """Files that match the manifest and still are no valid checkpoint files: another program wrote them."""
     try:
         with open_folder(path) as folder_fd:
             parse_object(read_json_file(folder_fd, STATE_FILE, path / STATE_FILE), path / STATE_FILE)

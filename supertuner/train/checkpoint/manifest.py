@@ -1,12 +1,13 @@
-"""What a checkpoint's folder may hold: names, the manifest, and plain JSON. Nothing here writes, and nothing trusts.
+"""The format of a checkpoint's folder: file names, the manifest, plain JSON, and how its files are opened and checked.
 
     step-00000040/
-      manifest.json         format, step, size and checksum of every other file, and a checksum of itself
-      state.json            plain facts: step, samples consumed, versions …
-      <part>.safetensors    one per part: adapter.high_noise, optimizer.high_noise, ema.low_noise …
-      <part>.shard-00001-of-00004.safetensors    instead, where processes share it out: the rows that one of them has
+      manifest.json         format version, step, size and checksum of every other file, and a checksum of itself
+      state.json            plain values: step, samples consumed, library versions …
+      <part>.safetensors    one per part: adapter.<expert>, optimizer.<expert>, ema.<expert>, random
+      <part>.shard-00001-of-00004.safetensors    instead, for a sharded part: the rows that one rank holds
 
-The same content gives the same bytes: keys are sorted, and nothing in a checkpoint tells the time.
+Equal contents give equal bytes: keys are sorted, and a checkpoint contains no times. Nothing here writes, and every
+value read is validated.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from supertuner.core.types import JSON, bytes_text
 CHECKPOINTS_DIR = "checkpoints"
 """The folder of checkpoints in a run's folder."""
 FORMAT_VERSION = 2
-"""The last version, which has parts in several files. One that has none is written as version 1."""
+"""The newest version, which has sharded parts. A checkpoint without sharded parts is written as version 1."""
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 TENSORS_SUFFIX = ".safetensors"
@@ -43,7 +44,7 @@ CHECKPOINT_PATTERN = re.compile(r"step-([0-9]{8,18})")
 HASH_PATTERN = re.compile(r"[0-9a-f]{32}")
 OTHER_CHECKPOINT_REMEDY = "resume from another one (`supertuner checkpoint ls RUN` lists them)"
 NO_FOLLOW_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-"""Never follows a link, and never waits, whatever is there."""
+"""Do not follow links, and do not block on pipes or devices."""
 
 
 class FileFacts(NamedTuple):
@@ -56,16 +57,16 @@ class FileFacts(NamedTuple):
 class CheckpointManifest:
     step: int
     files: Mapping[str, FileFacts]
-    """Every file but the manifest, in order of its name."""
+    """Every file but the manifest, sorted by name."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Their names; one in several files counts once."""
+        """Names of the parts; a sharded part counts once."""
         return tuple(self.part_files)
 
     @property
     def part_files(self) -> dict[str, list[str]]:
-        """Part → its files, in the order of the processes that wrote them."""
+        """Part → its files, in the order of the ranks that wrote them."""
         files_by_part: dict[str, list[str]] = {}
         for name in self.files:
             if name.endswith(TENSORS_SUFFIX):
@@ -82,14 +83,14 @@ def checkpoint_name(step: int) -> str:
 
 
 def parse_checkpoint_name(name: str) -> int | None:
-    """The step that a checkpoint's folder is named for; None for any other name. One step has one name."""
+    """The step in a checkpoint folder's name; None for any other name. Each step has exactly one valid name."""
     match = CHECKPOINT_PATTERN.fullmatch(name)
     step = int(match[1]) if match else None
     return step if step is not None and checkpoint_name(step) == name else None
 
 
 def part_file_name(part: str, rank: int | None = None, world_size: int = 1) -> str:
-    """The file of a part, or of what one of several processes has of it."""
+    """The file name of a part, or of one rank's shard of it."""
     return f"{part}{TENSORS_SUFFIX}" if rank is None else f"{part}.shard-{rank:05d}-of-{world_size:05d}{TENSORS_SUFFIX}"
 
 
@@ -105,7 +106,7 @@ def damaged_checkpoint(file: Path, problem: str, remedy: str = OTHER_CHECKPOINT_
 
 
 def json_bytes(value: Mapping[str, JSON]) -> bytes:
-    """A file of ours. A file name that is not UTF-8 survives as JSON's own escapes."""
+    """JSON with sorted keys. A file name that is not UTF-8 survives as JSON escapes."""
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
     return text.encode(errors="backslashreplace")
 
@@ -120,42 +121,42 @@ def manifest_bytes(manifest: CheckpointManifest) -> bytes:
 
 
 def parse_manifest(content: bytes, file: Path) -> CheckpointManifest:
-    """The manifest, or an error that names `file`. A version from the future is told before anything else."""
+    """The validated manifest; CheckpointError, naming `file`, if it is invalid. A newer version is reported first."""
     value = parse_object(content, file)
     version = value.get("format")
     if type(version) is not int or version < 1:
-        raise damaged_checkpoint(file, f"its format is {version!r}, which is no version of a checkpoint")
+        raise damaged_checkpoint(file, f"its format is {version!r}, which is not a version number")
     if version > FORMAT_VERSION:
         remedy = "update SuperTuner, or " + OTHER_CHECKPOINT_REMEDY
         raise damaged_checkpoint(file, f"it has format {version}, this version reads up to {FORMAT_VERSION}", remedy)
     if set(value) != {"format", "step", "files", "checksum"}:
         raise damaged_checkpoint(
-            file, f"it has the keys {', '.join(sorted(value))}; wanted are format, step, files, checksum"
+            file, f"it has the keys {', '.join(sorted(value))}; expected format, step, files, checksum"
         )
     manifest = CheckpointManifest(_validate_step(value["step"], file), _validate_files(value["files"], file))
-    # Compared as bytes, so that no change of the file passes, not even one that means the same.
+    # Compared as bytes, so that any change of the file is found, even one that does not change its meaning.
     if manifest_bytes(manifest) != content:
-        raise damaged_checkpoint(file, "it is not what was written: its own checksum does not fit")
+        raise damaged_checkpoint(file, "it has changed since it was written: its own checksum does not match")
     return manifest
 
 
 def parse_object(content: bytes, file: Path) -> dict[str, JSON]:
-    """A JSON object with finite numbers only."""
+    """Parse a JSON object; NaN and infinity are refused."""
     try:
         value = json.loads(content, parse_constant=_refuse_constant, parse_float=_parse_finite)
     except (ValueError, RecursionError) as error:
         raise damaged_checkpoint(file, f"it is not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise damaged_checkpoint(file, f"it is a JSON {type(value).__name__}, wanted is an object")
+        raise damaged_checkpoint(file, f"it is a JSON {type(value).__name__}, not an object")
     return value
 
 
 def open_regular_file(folder_fd: int, name: str, file: Path) -> int:
-    """A plain file of the folder, opened for reading. Links, devices and folders are refused."""
+    """Open a regular file of the folder for reading. CheckpointError for links, devices and folders."""
     try:
         fd = os.open(name, NO_FOLLOW_FLAGS, dir_fd=folder_fd)
     except OSError as error:
-        reason = "it is a link, which a checkpoint never holds" if _is_link(folder_fd, name) else error.strerror
+        reason = "it is a link, which a checkpoint never contains" if _is_link(folder_fd, name) else error.strerror
         raise damaged_checkpoint(file, f"cannot be opened: {reason}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -164,7 +165,7 @@ def open_regular_file(folder_fd: int, name: str, file: Path) -> int:
 
 
 def read_json_file(folder_fd: int, name: str, file: Path) -> bytes:
-    """A JSON file of the folder, whole; one that is far too large is not read."""
+    """The content of a JSON file of the folder; CheckpointError if it is far too large."""
     fd = open_regular_file(folder_fd, name, file)
     try:
         size = os.fstat(fd).st_size
@@ -180,15 +181,13 @@ def read_json_file(folder_fd: int, name: str, file: Path) -> bytes:
 
 def _validate_step(value: object, file: Path) -> int:
     if type(value) is not int or not 0 <= value < 10**18:
-        raise damaged_checkpoint(file, f"its step is {value!r}, wanted is a whole number from 0 on")
+        raise damaged_checkpoint(file, f"its step is {value!r}, not a whole number from 0 on")
     return value
 
 
 def _validate_files(value: object, file: Path) -> dict[str, FileFacts]:
     if not isinstance(value, dict) or STATE_FILE not in value or len(value) > MAX_FILES:
-        raise damaged_checkpoint(
-            file, f"its files are not an object that names {STATE_FILE} and at most {MAX_FILES} files"
-        )
+        raise damaged_checkpoint(file, f"its files are not an object with {STATE_FILE} and at most {MAX_FILES} files")
     files = parse_files(value, file)
     _require_all_shards(files, file)
     return files
@@ -199,32 +198,32 @@ def files_json(files: Mapping[str, FileFacts]) -> dict[str, JSON]:
 
 
 def parse_files(value: Mapping[str, JSON], file: Path) -> dict[str, FileFacts]:
-    """What `files_json` made, in order of the names; an error names `file`, where it was read."""
+    """The inverse of `files_json`, sorted by name; CheckpointError, naming `file`, if it is invalid."""
     files = {}
     for name, facts in sorted(value.items()):
         if name != STATE_FILE and not (
             name.endswith(TENSORS_SUFFIX) and is_part_name(name.removesuffix(TENSORS_SUFFIX))
         ):
-            raise damaged_checkpoint(file, f"it names {name!r}, which is no name of a checkpoint's file")
+            raise damaged_checkpoint(file, f"it lists {name!r}, which is not a valid file name in a checkpoint")
         if not isinstance(facts, dict) or set(facts) != {"bytes", "xxh3_128"}:
-            raise damaged_checkpoint(file, f"of {name} it does not say bytes and xxh3_128")
+            raise damaged_checkpoint(file, f"its entry for {name} lacks bytes or xxh3_128")
         nbytes, checksum = facts["bytes"], facts["xxh3_128"]
         if type(nbytes) is not int or not 0 <= nbytes < 1 << 63:
-            raise damaged_checkpoint(file, f"{name} has {nbytes!r} bytes, which is no size")
+            raise damaged_checkpoint(file, f"{name} has {nbytes!r} bytes, which is not a valid size")
         if not isinstance(checksum, str) or not HASH_PATTERN.fullmatch(checksum):
-            raise damaged_checkpoint(file, f"{name} has the checksum {checksum!r}, wanted are 32 hexadecimal digits")
+            raise damaged_checkpoint(file, f"{name} has the checksum {checksum!r}, not 32 hexadecimal digits")
         files[name] = FileFacts(nbytes, checksum)
     return files
 
 
 def _require_all_shards(files: Mapping[str, FileFacts], file: Path) -> None:
-    """A part is in one file, or in one of each process."""
+    """CheckpointError unless each part has one file, or one of each rank."""
     for part, names in CheckpointManifest(0, files).part_files.items():
         if names not in (
             [part_file_name(part)],
             [part_file_name(part, rank, len(names)) for rank in range(len(names))],
         ):
-            raise damaged_checkpoint(file, f"of {part} it names {', '.join(names[:4])}, which are not all of its files")
+            raise damaged_checkpoint(file, f"of {part} it lists {', '.join(names[:4])}, which are not all of its files")
 
 
 def is_part_name(name: str) -> bool:
@@ -232,7 +231,7 @@ def is_part_name(name: str) -> bool:
 
 
 def is_shard_file(file: str) -> bool:
-    """Whether a file holds what one of several processes has of a part."""
+    """Whether a file is one rank's shard of a part."""
     return SHARD_PATTERN.fullmatch(file.removesuffix(TENSORS_SUFFIX)) is not None
 
 
@@ -244,7 +243,7 @@ def _is_link(folder_fd: int, name: str) -> bool:
 
 
 def _refuse_constant(word: str) -> float:
-    raise ValueError(f"{word} is not a number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _parse_finite(text: str) -> float:
@@ -259,12 +258,12 @@ READ_BYTES = 4 << 20
 
 @contextmanager
 def open_folder(path: Path) -> Iterator[int]:
-    """The folder itself, so that what is opened in it cannot be elsewhere."""
+    """Open the folder itself, so that files opened relative to it cannot be elsewhere."""
     try:
         folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         reason = "it is a link" if path.is_symlink() else str(error.strerror)
-        raise damaged_checkpoint(path, f"is not a checkpoint's folder: {reason}") from error
+        raise damaged_checkpoint(path, f"is not a checkpoint folder: {reason}") from error
     try:
         yield folder_fd
     finally:
@@ -285,7 +284,7 @@ def open_file(folder_fd: int, file: Path) -> Iterator[int]:
 def check_size(fd: int, file: Path, facts: FileFacts) -> None:
     size = os.fstat(fd).st_size
     if size != facts.nbytes:
-        raise damaged_checkpoint(file, f"it has {size} bytes, {facts.nbytes} were written")
+        raise damaged_checkpoint(file, f"it has {size} bytes, and {facts.nbytes} were written")
 
 
 def check_content(fd: int, file: Path, facts: FileFacts, phase: ProgressPhase) -> None:
@@ -301,5 +300,5 @@ def check_content(fd: int, file: Path, facts: FileFacts, phase: ProgressPhase) -
 def check_digest(file: Path, checksum: str, facts: FileFacts) -> None:
     if checksum != facts.checksum:
         raise damaged_checkpoint(
-            file, f"it is not what was written: its checksum is {checksum}, written was {facts.checksum}"
+            file, f"it has changed since it was written: its checksum is {checksum}, not {facts.checksum}"
         )

@@ -57,7 +57,7 @@ def find_checkpoint(context: RunContext, resume: str) -> LoadedCheckpoint | None
         return latest
     if latest is None:
         return load_checkpoint(path, context.progress)
-    reason = f"this run has checkpoints of its own, newer than {path}, where it began"
+    reason = f"this run has its own checkpoints already; {path} is where it began"
     context.sink.emit(DecisionEvent("checkpoints.resume", str(latest.path), reason))
     return latest
 
@@ -140,7 +140,7 @@ def _warn_of_changed_data(run: TrainingRun, loaded: LoadedCheckpoint) -> None:
 
 
 def _require_same_initial_weights(run: TrainingRun, loaded: LoadedCheckpoint) -> None:
-    """CheckpointError if the file of a frozen adapter has changed: the trained adapter has no meaning on top of another.
+    """CheckpointError if the file of a frozen adapter has changed: the trained adapter is meaningless on another.
 
     A warning instead if the checkpoint belongs to another run, or if the file only gave initial values.
     """

@@ -1,4 +1,4 @@
-"""What of a run goes into a checkpoint: everything that cannot be computed from its position. (`resume.py` reads it.)"""
+"""What a checkpoint contains of a run: everything that cannot be computed from its position."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Named tensors as a safetensors file: the same tensors are the same bytes, sizes are known before anything is written.
+"""Reads and writes named tensors as safetensors files: equal tensors give equal bytes; sizes are known beforehand.
 
-Written here and not by the library because a checkpoint wants four things of it: the exact size beforehand, one tensor
-in memory at a time, a checksum on the way, and tensors that are read back into memory of torch's own alignment, with
-which CPU kernels give the same bits as before. The library reads these files, and we read its.
+The safetensors library is not used because a checkpoint needs four things: the exact size beforehand, only one tensor
+in memory at a time, a checksum while writing, and tensors read into memory with torch's own alignment, with which CPU
+kernels compute the same bits as before. The library reads these files, and this module reads the library's.
 
-A file may hold some rows of tensors whose other rows are in other files; then it says which, in the words of torch's
-distributed checkpoints, whose tools read such files too.
+A file may contain only some rows of tensors whose other rows are in other files. Its metadata then says which, with the
+keys of torch's distributed checkpoints, whose tools read such files too.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ DTYPE_BY_CODE = {
     "U8": ("uint8", 1),
     "BOOL": ("bool", 1),
 }
-"""The format's name of a dtype → torch's, and bytes per element."""
+"""dtype name of the format → (torch's name, bytes per element)."""
 METADATA_KEY = "__metadata__"
 SHARDING_KEY, OFFSETS_KEY = "DCP_SHARDING_INFO", "saved_offsets"
-"""Torch's names in the metadata: JSON of tensor → where it begins in the whole one, in each dimension."""
+"""torch's metadata keys: JSON of tensor → offset in the whole tensor, per dimension."""
 MAX_HEADER_BYTES = 100_000_000
-"""What the format's own library accepts."""
+"""The limit of the safetensors library."""
 HEADER_ALIGNMENT = 64
 CHUNK_BYTES = 8 << 20
 
 
 AllocateTensor: TypeAlias = "Callable[[TensorEntry], Tensor]"
-"""Where a tensor is read to."""
+"""Returns the tensor that an entry is read into."""
 
 
 class MalformedTensorFileError(ValueError):
-    """Not a file of this format; the message says where. Whoever knows the file's name makes an error of it."""
+    """Not a valid file of this format. The caller, which knows the file's name, turns it into an error for users."""
 
 
 class TensorEntry(NamedTuple):
@@ -65,13 +65,13 @@ class TensorEntry(NamedTuple):
     dtype_code: str
     shape: tuple[int, ...]
     begin: int
-    """Behind the header."""
+    """Byte offset after the header."""
     end: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TensorFileLayout:
-    """A file that can be written: its header, then the tensors in this order, with nothing between them."""
+    """A file to be written: its header, then the tensors in this order, without gaps."""
 
     header: bytes
     tensors: tuple[Tensor, ...]
@@ -107,7 +107,7 @@ def plan_tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] 
 
 
 def row_offsets_metadata(row_offsets: Mapping[str, int], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The metadata of a file that holds, of each of these tensors, the rows from `begins` on; not named: all of it."""
+    """Metadata of a file that contains, of each tensor, the rows from its offset on; without offset, all rows."""
     offsets = {
         name: {OFFSETS_KEY: [row_offsets.get(name, 0), *[0] * (len(tensor.shape) - 1)] if len(tensor.shape) else []}
         for name, tensor in sorted(tensors.items())
@@ -116,7 +116,7 @@ def row_offsets_metadata(row_offsets: Mapping[str, int], tensors: Mapping[str, T
 
 
 def parse_row_offsets(header: bytes, entries: Iterable[TensorEntry]) -> dict[str, int]:
-    """Tensor → the row of the whole one that it begins with, as the header says; 0 if it says nothing."""
+    """Tensor → index of its first row in the whole tensor, from the header; 0 if the header does not say it."""
     sharding = _parse_sharding(header)
     row_offsets = {}
     for entry in entries:
@@ -124,7 +124,7 @@ def parse_row_offsets(header: bytes, entries: Iterable[TensorEntry]) -> dict[str
         offsets = offsets.get(OFFSETS_KEY) if isinstance(offsets, dict) else None
         if not _are_sizes(offsets) or len(offsets) != len(entry.shape) or any(offsets[1:]):
             raise MalformedTensorFileError(
-                f"{entry.name!r} begins at {offsets!r} of the whole tensor; known are parts made of rows"
+                f"{entry.name!r} begins at {offsets!r} of the whole tensor; only parts made of rows are supported"
             )
         row_offsets[entry.name] = offsets[0] if offsets else 0
     return row_offsets
@@ -133,8 +133,10 @@ def parse_row_offsets(header: bytes, entries: Iterable[TensorEntry]) -> dict[str
 def read_tensors(
     fd: int, nbytes: int, on_bytes: Callable[[memoryview], object], allocate: AllocateTensor | None = None
 ) -> dict[str, Tensor]:
-    """Every tensor of an open file of `nbytes`, on the CPU, in memory of its own or, in one piece, where `place` says.
-    `seen` gets all bytes, in order."""
+    """Every tensor of an open file of `nbytes`, on the CPU, in new memory or in the contiguous tensors of `allocate`.
+
+    `on_bytes` receives all bytes of the file, in order.
+    """
     header, entries = read_header(fd, nbytes)
     on_bytes(memoryview(header))
     tensors = {}
@@ -150,7 +152,7 @@ def read_tensors(
 
 
 def read_rows(fd: int, header_bytes: int, entry: TensorEntry, first_row: int, target: Tensor) -> None:
-    """Some rows of a tensor, from `first` on and as many as `into` has."""
+    """Read rows of a tensor from `first_row` on, as many as `target` has."""
     row_bytes = math.prod(entry.shape[1:]) * DTYPE_BY_CODE[entry.dtype_code][1]
     content = _byte_view(target)
     for begin in range(0, len(content), CHUNK_BYTES):
@@ -158,23 +160,23 @@ def read_rows(fd: int, header_bytes: int, entry: TensorEntry, first_row: int, ta
 
 
 def empty_tensor(shape: Sequence[int], entry: TensorEntry) -> Tensor:
-    """Memory for a tensor of the entry's dtype."""
+    """An uninitialised CPU tensor of the entry's dtype. MemoryError if it does not fit."""
     import torch
 
     try:
         return torch.empty(tuple(shape), dtype=getattr(torch, DTYPE_BY_CODE[entry.dtype_code][0]))
-    except RuntimeError as error:  # torch's word for it
+    except RuntimeError as error:  # torch raises it when memory is short
         nbytes = math.prod(shape) * DTYPE_BY_CODE[entry.dtype_code][1]
         raise MemoryError(f"{nbytes} bytes for {entry.name}") from error
 
 
 def read_header(fd: int, nbytes: int) -> tuple[bytes, list[TensorEntry]]:
-    """(the header as it stands, its entries in the order of the file). Everything it says is checked."""
+    """(raw header, its entries in file order). MalformedTensorFileError unless all of it is consistent."""
     if nbytes < 8:
         raise MalformedTensorFileError(f"{nbytes} bytes are too few for a header")
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if length > min(nbytes - 8, MAX_HEADER_BYTES):
-        raise MalformedTensorFileError(f"its header claims {length} bytes of a file of {nbytes}")
+        raise MalformedTensorFileError(f"its header claims {length} bytes in a file of {nbytes}")
     header = os.pread(fd, 8 + length, 0)
     if len(header) != 8 + length:
         raise MalformedTensorFileError("it ends inside its header")
@@ -204,7 +206,7 @@ def _parse_entries(text: bytes) -> Iterator[TensorEntry]:
 
 
 def _parse_sharding(header: bytes) -> dict[str, object]:
-    """What a checked header says about parts of tensors."""
+    """The sharding metadata of a validated header; empty if it has none."""
     metadata = json.loads(header[8:]).get(METADATA_KEY)
     text = metadata.get(SHARDING_KEY) if isinstance(metadata, dict) else None
     if text is None:
@@ -223,11 +225,11 @@ def _parse_entry(name: str, facts: object) -> TensorEntry:
         raise MalformedTensorFileError(f"{name!r} is not described by dtype, shape and data_offsets")
     code, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
     if not isinstance(code, str) or code not in DTYPE_BY_CODE:
-        raise MalformedTensorFileError(f"{name!r} has dtype {code!r}; known are {', '.join(DTYPE_BY_CODE)}")
+        raise MalformedTensorFileError(f"{name!r} has dtype {code!r}; supported are {', '.join(DTYPE_BY_CODE)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise MalformedTensorFileError(f"{name!r} has shape {shape!r} and data_offsets {offsets!r}")
-    if math.prod(max(1, size) for size in shape) >= 1 << 60:  # more than torch can count, even where one size is 0
-        raise MalformedTensorFileError(f"{name!r} has shape {shape}, which no tensor has")
+    if math.prod(max(1, size) for size in shape) >= 1 << 60:  # more elements than torch can count, even if a size is 0
+        raise MalformedTensorFileError(f"{name!r} has shape {shape}, which is too large for a tensor")
     if offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BY_CODE[code][1]:
         raise MalformedTensorFileError(
             f"{name!r}: {code} of shape {shape} does not take bytes {offsets[0]} to {offsets[1]}"
@@ -243,15 +245,15 @@ def _dtype_code(name: str, tensor: Tensor) -> str:
     code = next(
         (code for code, (torch_name, _) in DTYPE_BY_CODE.items() if str(tensor.dtype) == f"torch.{torch_name}"), None
     )
-    assert code is not None, f"{name} is {tensor.dtype}, which no file of ours holds"
+    assert code is not None, f"{name} is {tensor.dtype}, which the format does not support"
     kind = type(tensor).__name__
-    assert kind in ("Tensor", "Parameter"), f"{name} is a {kind}: save the plain tensors that it is made of"
+    assert kind in ("Tensor", "Parameter"), f"{name} is a {kind}: save its plain inner tensors"
     assert name != METADATA_KEY and not tensor.is_meta and not tensor.is_sparse, f"{name} has no bytes to save"
     return code
 
 
 def _byte_view(tensor: Tensor) -> memoryview:
-    """Its memory; a copy only where it is elsewhere or not in one piece."""
+    """The tensor's bytes; a copy only if it is on another device or not contiguous."""
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

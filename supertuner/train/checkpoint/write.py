@@ -66,7 +66,7 @@ class CheckpointSharding:
     save_id: str
     """Identifies this save: the same on all ranks, and different for every save."""
     row_offsets: Mapping[str, Mapping[str, int]]
-    """Part → tensor → index, in the whole tensor, of the first row held here. Tensors not listed are whole on all ranks."""
+    """Part → tensor → index of the first row held here. Tensors that are not listed are whole on all ranks."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -134,7 +134,7 @@ def _plan_files(
 def write_parts(
     folder: Path, plan: CheckpointWritePlan, phase: ProgressPhase, raise_if_abandoned: Callable[[], None]
 ) -> dict[str, FileFacts]:
-    """Write and sync every tensor file of a plan; `raise_if_abandoned` is called before each chunk. Returns their facts."""
+    """Write and sync every tensor file of a plan; `raise_if_abandoned` is called before each chunk."""
     return {
         name: write_file(folder / name, _check_before_each(raise_if_abandoned, layout.chunks()), phase)
         for name, layout in plan.layouts.items()

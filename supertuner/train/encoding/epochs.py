@@ -1,4 +1,4 @@
-"""Caches of datasets with `refresh_each_epoch`: every epoch's entries are encoded into arenas of their own."""
+"""Caches of datasets with `refresh_each_epoch`: each epoch's entries are encoded into separate arenas."""
 
 from __future__ import annotations
 

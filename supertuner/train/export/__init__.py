@@ -1,1 +1,1 @@
-"""To be written."""
+"""Adapter files: exported from a run, read to start a run, and converted between key schemes."""

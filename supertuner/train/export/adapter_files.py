@@ -1,8 +1,8 @@
-"""Files of adapters: opened and understood without their tensors, and written anew one tensor at a time.
+"""Opens adapter files by their headers, and converts them to other key schemes one tensor at a time.
 
-A file is data from a stranger: its header is checked before anything in it is believed, nothing in it is executed, and
-no size that it claims is allocated before the file has proved to be that large. A new file appears whole or not at all,
-and never in the place of another unless that was asked for.
+A file is untrusted: its header is validated before anything in it is used, nothing in it is executed, and no size that
+it claims is allocated before the file has proved to be that large. A new file appears completely or not at all, and
+replaces another one only if that is requested.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES: Final = 8 << 20
 SUPERTUNER_KEY: Final = "supertuner"
-"""Metadata of ours: JSON with the expert, rank and alpha it was trained with."""
+"""Metadata key of SuperTuner: JSON with the expert, rank and alpha of the training."""
 TRAINED_PART_PREFIXES: Final = ("adapter.", "ema.")
-"""What names of a checkpoint's files begin with that hold what is trained."""
+"""Prefixes of checkpoint files that contain trained weights."""
 EXPERT_BY_SUFFIX: Final = {"_high_noise": HIGH_NOISE, "_low_noise": LOW_NOISE}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AdapterFile:
-    """A file as its header describes it."""
+    """An adapter file as its header describes it."""
 
     path: Path
     reading: AdapterKeyReading
     entries: Mapping[str, TensorEntry]
-    """Key → its place, its dtype and its shape."""
+    """Key → byte range, dtype and shape of its tensor."""
     data_at: int
-    """Where the first tensor begins."""
+    """Offset of the first tensor in the file."""
     metadata: Mapping[str, str]
 
     @property
@@ -57,7 +57,7 @@ class AdapterFile:
 
     @property
     def expert(self) -> str | None:
-        """Whose it is, where its keys do not say: by its metadata, else by its name."""
+        """The expert that it is for, by its metadata or else its file name; for files whose keys do not contain it."""
         expert = self.supertuner_metadata.get("expert")
         return str(expert) if expert in EXPERT_BY_SUFFIX.values() else self.expert_from_file_name
 
@@ -67,7 +67,7 @@ class AdapterFile:
 
     @property
     def family(self) -> str:
-        """The one whose layers it has; ModelError where they are several's."""
+        """The family whose layers it has; ModelError if several families have them."""
         try:
             return self.reading.family
         except ModelError as error:
@@ -78,14 +78,14 @@ class AdapterFile:
         try:
             value = json.loads(self.metadata.get(SUPERTUNER_KEY, "{}"))
         except (ValueError, RecursionError):
-            return {}  # somebody else's use of the word
+            return {}  # another program uses the same key
         return value if isinstance(value, dict) else {}
 
 
 def open_adapter(path: Path, family: str | None = None) -> AdapterFile:
-    """Understand a file by its header. ModelError says what is wrong with it, or that none of its keys is known.
+    """Open a file by its header; ModelError if it is damaged, or if none of its keys is known.
 
-    Where its layers leave the family open and `family` is not said, the file's own metadata decides.
+    If several families have its layers and `family` is None, the file's own metadata decides.
     """
     from supertuner.train.checkpoint.tensor_file import METADATA_KEY, MalformedTensorFileError, read_header
 
@@ -112,28 +112,28 @@ def open_adapter(path: Path, family: str | None = None) -> AdapterFile:
 
 
 def refuse_checkpoint_part(path: Path) -> None:
-    """ModelError for a part of a checkpoint: how strong it is (alpha) and for which expert, its run knows."""
+    """ModelError for a part of a checkpoint: alpha and expert are settings of its run, and not in the file."""
     if path.name.startswith(TRAINED_PART_PREFIXES) and (path.parent / MANIFEST_FILE).is_file():
         raise ModelError(
-            f"{path} is a part of a checkpoint and does not say its alpha, which is a setting of its run; for a file, "
-            f"train with another run.name, --resume {path.parent} and train.max_steps of its step: that exports it"
+            f"{path} is a part of a checkpoint and does not contain its alpha, which is a setting of its run; to "
+            f"export it, train with another run.name, --resume {path.parent} and train.max_steps set to its step"
         )
 
 
 def with_expert(file: AdapterFile, expert: str | None) -> AdapterFile:
-    """The file with its expert said: by `expert`, by its keys, its metadata or its name. They must agree."""
-    key_experts = [one for one in file.reading.experts if one is not None]
+    """The file with its expert set: from `expert`, its keys, its metadata or its name. ModelError if they disagree."""
+    key_experts = [name for name in file.reading.experts if name is not None]
     if key_experts:
         if expert is not None and key_experts != [expert]:
-            raise ModelError(f"{file.path}: its keys are of {' and '.join(key_experts)}, not of {expert}")
+            raise ModelError(f"{file.path}: its keys are for {' and '.join(key_experts)}, not for {expert}")
         return file
     metadata_expert, file_name_expert = file.supertuner_metadata.get("expert"), file.expert_from_file_name
     if expert is not None and metadata_expert in EXPERT_BY_SUFFIX.values() and metadata_expert != expert:
-        raise ModelError(f"{file.path} says that it was trained for {metadata_expert}, not for {expert}")
+        raise ModelError(f"{file.path} was trained for {metadata_expert} by its metadata, not for {expert}")
     if file_name_expert is not None and file_name_expert != (expert or file.expert):
         raise ModelError(
-            f"{file.path} is called a file of {file_name_expert}, and is one of {expert or file.expert} by its metadata or by "
-            "--expert; an adapter on the wrong expert ruins what it draws: give it its right name"
+            f"{file.path} is for {file_name_expert} by its name, and for {expert or file.expert} by its metadata or by "
+            "--expert; an adapter on the wrong expert ruins its images: rename the file"
         )
     resolved = expert or file.expert
     names = {key: AdapterTensorName(resolved, name.module, name.tensor) for key, name in file.reading.names.items()}
@@ -141,7 +141,7 @@ def with_expert(file: AdapterFile, expert: str | None) -> AdapterFile:
 
 
 def select_expert(file: AdapterFile, expert: str | None) -> AdapterFile:
-    """Only that expert's part of the file."""
+    """The file with only this expert's tensors."""
     names = {key: name for key, name in file.reading.names.items() if name.expert == expert}
     return replace(file, reading=replace(file.reading, names=names))
 
@@ -149,9 +149,9 @@ def select_expert(file: AdapterFile, expert: str | None) -> AdapterFile:
 def convert_adapter(
     file: AdapterFile, scheme: KeyScheme, out: Path, *, overwrite: bool = False, family: str | None = None
 ) -> int:
-    """Write the file's adapter in `scheme`; the number of tensors written. No more than one tensor is in memory.
+    """Write the file's adapter in `scheme`; returns the number of tensors. At most one tensor is in memory.
 
-    Keys that are not understood are not in the new file: whoever calls has told so, or refused.
+    Unknown keys are dropped: callers must warn of them or refuse the file.
     """
     try:
         pieces = _plan_conversion(file, scheme, family)
@@ -169,7 +169,7 @@ def convert_adapter(
 
 
 def load_adapter_tensors(file: AdapterFile, scheme: KeyScheme, family: str | None = None) -> dict[str, Tensor]:
-    """What `convert` would write, in memory of its own: to go on training from a file, whoever wrote it."""
+    """The tensors that `convert_adapter` would write, in new memory; for training that starts from the file."""
     try:
         pieces = _plan_conversion(file, scheme, family)
     except ModelError as error:
@@ -179,7 +179,7 @@ def load_adapter_tensors(file: AdapterFile, scheme: KeyScheme, family: str | Non
 
 
 def _plan_conversion(file: AdapterFile, scheme: KeyScheme, family: str | None) -> list[ConvertedTensor]:
-    if family is None:  # diffusers' names are the same in all families that the file can be of
+    if family is None:  # diffusers' layer names are the same in all families that the file may be for
         family = file.reading.families[0] if scheme.naming == "diffusers" else file.family
     return plan_conversion(file.reading, file.shapes, read_alphas(file), file.metadata, scheme, family)
 
@@ -193,13 +193,13 @@ def read_alphas(file: AdapterFile) -> dict[str, float]:
             tensor = _read_tensor(fd, file, key)
             value = float(tensor.double().reshape(())) if tensor.numel() == 1 else math.nan
             if not math.isfinite(value):
-                raise ModelError(f"{file.path}: {key} is not one finite number, which an alpha is")
+                raise ModelError(f"{file.path}: {key} is an alpha, and not one finite number")
             alphas[key] = value
     return alphas
 
 
 def iter_tensors(file: AdapterFile, keys: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the file, one after another, each in memory of its own."""
+    """Yield (key, tensor) one by one, each tensor in new memory."""
     with _open_adapter_file(file.path) as fd:
         for key in keys:
             yield key, _read_tensor(fd, file, key)
@@ -216,7 +216,7 @@ def _write_tensor_file(
     header: dict[str, object] = {METADATA_KEY: dict(metadata)}
     order = sorted(
         pieces, key=lambda piece: (-DTYPE_BY_CODE[_dtype_code(file, piece)][1], piece.key)
-    )  # each aligned to its elements
+    )  # large elements first: each tensor is aligned
     end = 0
     for piece in order:
         begin, end = end, end + math.prod(piece.shape) * DTYPE_BY_CODE[_dtype_code(file, piece)][1]
@@ -237,7 +237,7 @@ def _dtype_code(file: AdapterFile, piece: ConvertedTensor) -> str:
     if piece.blocks:
         codes = {file.entries[block.source].dtype_code for block in piece.blocks}
         if len(codes) > 1:
-            raise ModelError(f"{file.path}: {piece.key} would be put together of {' and '.join(sorted(codes))}")
+            raise ModelError(f"{file.path}: {piece.key} would be assembled from {' and '.join(sorted(codes))}")
         return codes.pop()
     return "F32" if piece.source is None else file.entries[piece.source].dtype_code
 
@@ -275,7 +275,7 @@ def _build_tensor(fd: int, file: AdapterFile, piece: ConvertedTensor) -> Tensor:
 
 
 def _scale(tensor: Tensor, scale: float) -> Tensor:
-    """In the place of `tensor`, where its numbers are as exact as the product."""
+    """`tensor` times `scale`: in place if its dtype is fp32 or wider, else computed in fp32 and rounded once."""
     if scale == 1.0:
         return tensor
     if tensor.dtype.itemsize >= 4 and tensor.is_floating_point():
@@ -337,13 +337,13 @@ def _open_adapter_file(path: Path) -> Iterator[int]:
 
 @contextmanager
 def _create_file(path: Path, overwrite: bool) -> Iterator[int]:
-    """A descriptor to write to; then the file is at `path`, durably. Without `overwrite` nothing is ever replaced."""
+    """Yield a descriptor of a hidden file; afterwards it is at `path`, durably. Replaces only with `overwrite`."""
     if path.exists() and not overwrite:
-        raise ModelError(f"{path} is there already; name another file with --out, or replace it with --force")
+        raise ModelError(f"{path} exists already; name another file with --out, or replace it with --force")
     if path.is_dir():
         raise ModelError(f"{path} is a folder; name a file with --out")
     if not path.parent.is_dir():
-        raise ModelError(f"{path} cannot be written: there is no folder {path.parent}; make it, or name another file")
+        raise ModelError(f"{path} cannot be written: there is no folder {path.parent}; create it, or name another file")
     hidden = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     fd = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -360,12 +360,12 @@ def _create_file(path: Path, overwrite: bool) -> Iterator[int]:
 
 
 def publish_file(hidden: Path, path: Path) -> None:
-    """Give a file its name, unless there is one of that name. The hidden name may stay."""
+    """Rename a hidden file to `path`; ModelError if `path` exists. The hidden name may stay as a second link."""
     try:
-        os.link(hidden, path)  # unlike a rename, refuses where somebody else was faster
+        os.link(hidden, path)  # unlike a rename, it fails if another process was faster
     except FileExistsError as error:
-        raise ModelError(f"{path} was written by somebody else meanwhile; it is left as it is") from error
+        raise ModelError(f"{path} was written by another process in the meantime; it stays as it is") from error
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
             raise
-        os.rename(hidden, path)  # a file system without links
+        os.rename(hidden, path)  # the file system has no hard links

@@ -1,7 +1,7 @@
-"""The files of adapters that a run begins with or is trained on top of, read for one expert.
+"""Reads the adapter files that a run starts from (`adapter.start_from`) or trains on top of (`adapter.frozen`).
 
-Keys that are not understood, files of another family or of the other expert and values that are no numbers are refused:
-an adapter on the wrong expert would load without a murmur.
+Unknown keys, files of another family or another expert, and values that are not finite are refused: an adapter on the
+wrong expert would otherwise load silently.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ from supertuner.train.export.adapter_files import (
 )
 
 INITIAL_WEIGHTS_SCHEME: Final = KeyScheme("bare", "diffusers", "kohya")
-"""diffusers' layers, the tensors as LyCORIS calls them, alpha said."""
+"""Layers named as in diffusers, tensors as in LyCORIS, with explicit alphas."""
 
 
 def check_initial_adapters(
     config: RunConfig, family: Family, model: ModelDescription, expert: Expert
 ) -> dict[str, str]:
-    """Try an expert's files on its layers, without their weights: what does not fit is refused now, not after hours of
-    encoding. Setting → what the file's tensors are known by."""
+    """Check an expert's adapter files against its layers on meta tensors; ModelError if one does not fit.
+
+    Called before hours of encoding. Returns setting → digest of the file's tensors.
+    """
     settings = settings_for_expert(config.adapter, expert.name)
     files = load_initial_adapters(config.adapter, family.name, expert.name, only_expert=len(model.experts) == 1)
     for setting, file in files.items():
@@ -57,7 +59,7 @@ def check_initial_adapters(
 def load_initial_adapters(
     settings: AdapterSettings, family: str, expert: str, *, only_expert: bool
 ) -> dict[str, ExistingAdapter]:
-    """The files that the settings name for this expert, by setting."""
+    """Setting → the adapter file that it names for this expert. ModelError names the setting."""
     expert_settings = settings_for_expert(settings, expert)
     path_by_setting = {
         "frozen": expert_settings.frozen,
@@ -75,7 +77,7 @@ def load_initial_adapters(
 
 
 def setting_path(settings: AdapterSettings, expert: str, setting: str) -> str:
-    """The setting that names an expert's file, as it is written."""
+    """The path of the setting that names an expert's file, as in the configuration."""
     expert_settings = {"high_noise": settings.high_noise, "low_noise": settings.low_noise}.get(expert)
     return (
         f"adapter.{setting}"
@@ -85,7 +87,7 @@ def setting_path(settings: AdapterSettings, expert: str, setting: str) -> str:
 
 
 def load_layer_tensors(path: Path, family: str, expert: str, *, only_expert: bool) -> dict[str, Tensors]:
-    """Layer → its tensors in fp32. `alone`: the model has no other expert."""
+    """Layer → its tensors in fp32. `only_expert`: the model has no other expert."""
     file = _select_part(_open_understood_adapter(path, family), expert, only_expert)
     tensors_by_layer: dict[str, Tensors] = {}
     for key, tensor in load_adapter_tensors(file, INITIAL_WEIGHTS_SCHEME, family).items():
@@ -93,7 +95,7 @@ def load_layer_tensors(path: Path, family: str, expert: str, *, only_expert: boo
         assert split is not None, key
         exact = tensor.float()
         if not exact.isfinite().all():
-            raise ModelError(f"{path}: {key} has values that are no numbers; the file cannot be used")
+            raise ModelError(f"{path}: {key} has values that are not finite; the file cannot be used")
         tensors_by_layer.setdefault(split[0], {})[spell_tensor(split[1], INITIAL_WEIGHTS_SCHEME.spelling)] = exact
     return tensors_by_layer
 
@@ -113,11 +115,11 @@ def _open_understood_adapter(path: Path, family: str) -> AdapterFile:
 
 
 def _refuse_other_family(path: Path, family: str) -> None:
-    """Say so where all keys are those of other models."""
+    """ModelError if all keys of the file are those of other families."""
     reading = open_adapter(path).reading
     if not reading.unknown and layer_table_family(family) not in reading.families:
         raise ModelError(
-            f"{path} is an adapter of {' or '.join(reading.families)}, and model.family is {family!r}; name a file of "
+            f"{path} is an adapter for {' or '.join(reading.families)}, and model.family is {family!r}; use a file for "
             "this family"
         )
 
@@ -132,22 +134,22 @@ def _layers_digest(layers: dict[str, Tensors]) -> str:
 
 
 def _select_part(file: AdapterFile, expert: str, only_expert: bool) -> AdapterFile:
-    """What of the file is for this expert."""
-    key_experts = [one for one in file.reading.experts if one is not None]
+    """The part of the file that is for this expert. ModelError if the file is for another one."""
+    key_experts = [name for name in file.reading.experts if name is not None]
     if only_expert:
         if len(key_experts) > 1:
             raise ModelError(f"{file.path} has {' and '.join(key_experts)}, and the model has one expert")
         return file
     if key_experts and expert not in key_experts:
         raise ModelError(
-            f"{file.path}: its keys are of {' and '.join(key_experts)}, not of {expert}; {_remedy(expert)}"
+            f"{file.path}: its keys are for {' and '.join(key_experts)}, not for {expert}; {_remedy(expert)}"
         )
     if not key_experts and file.expert not in (None, expert):
         raise ModelError(
-            f"{file.path} is of {file.expert} by its metadata or its name, not of {expert}; {_remedy(expert)}"
+            f"{file.path} is for {file.expert} by its metadata or its name, not for {expert}; {_remedy(expert)}"
         )
     return select_expert(file, expert) if key_experts else file
 
 
 def _remedy(expert: str) -> str:
-    return f"give this expert a file of its own in adapter.{expert}"
+    return f"name a file for this expert in adapter.{expert}"

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Follows an offload plan: streams weights, sends activations to host memory, and moves optimizer state and experts."""

@@ -35,13 +35,13 @@ from supertuner.train.offload.transfer import DeviceTransfer
 
 
 def plan_experts(
-    config: RunConfig, model: ModelDescription, experts: Sequence[Expert], planning: RunPlanner | None
+    config: RunConfig, model: ModelDescription, experts: Sequence[Expert], planner: RunPlanner | None
 ) -> dict[str, ExpertPlan]:
     """Expert → its plan, with the settings of `plan` applied. Experts without a plan are absent."""
     planned_by_expert = {}
     for expert in experts:
         blocks = list(named_blocks(loading.build_meta_module(model, expert.component)))
-        planned = None if planning is None else planning.initial_plan(expert.name)
+        planned = None if planner is None else planner.initial_plan(expert.name)
         if planned is None:
             recompute = config.train.gradient_checkpointing
             planned = plan_without_forecast(config.plan, blocks, phase=f"train {expert.name}", recompute=recompute)
@@ -104,7 +104,7 @@ class OffloadManager:
         replan: ReplanFunction | None = None,
         min_offload_bytes: int = MIN_OFFLOAD_BYTES,
     ) -> None:
-        """`check_every`: an expert's plan is checked every so many of its windows; 0: never."""
+        """`check_every`: number of an expert's windows between two checks of its plan; 0: never."""
         self._transfer, self._sink, self._check_every, self._replan = transfer, sink, check_every, replan
         self._min_offload_bytes = min_offload_bytes
         self._expert_states = {expert_state.expert.name: expert_state for expert_state in expert_states}

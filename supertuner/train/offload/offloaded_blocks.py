@@ -69,8 +69,8 @@ class OffloadedBlocks:
     def install(self) -> None:
         """From now on every call of a block goes through `_call_block`.
 
-        If a module has a `_compiled_call_impl`, nn.Module calls it instead of its own code: torch.compile uses it. It is
-        the only place outside of a module's hooks that needs no change of its class.
+        If a module has a `_compiled_call_impl`, nn.Module calls it instead of its own code: torch.compile uses it. No
+        other place outside of a module's hooks works without a change of its class.
         """
         for number, module in enumerate(self.modules):
             before: BlockCall | None = module._compiled_call_impl

@@ -68,7 +68,7 @@ class PlannedOptimizerOffload:
     _hooks: list[RemovableHandle] = field(default_factory=list)
 
     def install(self) -> None:
-        """Register hooks that send gradients to host memory as soon as they are made, where the step needs them there."""
+        """Register hooks that send gradients to host memory as soon as they are made, if the step needs them there."""
         for name, parameter in self.parameters.items():
             if name in self.host_weights or self.placement is OptimizerPlacement.HOST:
                 hook = partial(_gradient_hook, weakref.ref(self), name)

@@ -29,7 +29,7 @@ class BlockUse(NamedTuple):
 
 
 def upcoming_uses(block: int, blocks: int, current_pass: BlockPass) -> Iterator[BlockUse]:
-    """The uses that follow the use of `block` in this pass, up to the end of the next pass: every block is among them."""
+    """The uses after that of `block` in this pass, up to the end of the next pass: every block is among them."""
     later_blocks = (BlockUse(other, False) for other in range(block + 1, blocks))
     next_forward = (BlockUse(other, False) for other in range(blocks))
     match current_pass:

@@ -101,7 +101,7 @@ class WeightRing:
                 self._fetch(use.block, block, current_pass)
 
     def wait_for_block(self, block: int, current_pass: BlockPass) -> _SlotContents:
-        """The block's slot with current weights, fetched now if it was not fetched before; the compute stream waits for it."""
+        """The block's slot, fetched now if it was not fetched before; the compute stream waits for the copy."""
         contents = self._contents.get(block)
         if contents is None:
             self._fetch(block, block, current_pass)

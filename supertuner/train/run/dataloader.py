@@ -49,7 +49,7 @@ def batches_ahead(config: RunConfig, device: torch.device) -> tuple[int, str]:
 
 
 class EncodedSampleSource(Protocol):
-    """The encoded samples of a corpus. Its methods return one row or item per sample of the micro-batch, in its order."""
+    """The encoded samples of a corpus. Methods return one row or item per sample of the micro-batch, in order."""
 
     def latents(self, micro_batch: MicroBatch, /) -> Tensors: ...
 

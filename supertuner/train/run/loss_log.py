@@ -95,8 +95,8 @@ class LossLog:
 
     def _mismatch(self, problem: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path}: {problem}; put the file back as it was, resume from another checkpoint (`supertuner checkpoint "
-            "ls RUN` lists them), or resume from this one in a run with another run.name"
+            f"{self.path}: {problem}; put the file back as it was, resume from another checkpoint (`supertuner "
+            "checkpoint ls RUN` lists them), or resume from this one in a run with another run.name"
         )
 
     def close(self) -> None:

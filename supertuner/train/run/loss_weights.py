@@ -27,7 +27,7 @@ class SampleLossWeights:
     keeps_prior: tuple[bool, ...]
     forward_is_collective: bool = False
     """Whether every batch has a `prior` tensor as soon as any dataset keeps the prior, even if none of its own samples
-    does: prior preservation takes an extra forward pass, and ranks that shard the weights must run each pass together."""
+    does: prior preservation takes an extra forward pass, and ranks that shard weights must run each pass together."""
 
     def tensors_for(self, micro_batch: MicroBatch, cycles: Sequence[int], shape: tuple[int, ...]) -> Tensors:
         """The batch's `weight` [B], `mask` [B, 1, …, H, W] and `prior` [B], each only if some sample needs it.
@@ -37,14 +37,14 @@ class SampleLossWeights:
         datasets = [self.corpus.order.groups[group].dataset_index for group in micro_batch.draws.group.tolist()]
         samples = micro_batch.draws.sample.tolist()
         tensors: Tensors = {}
-        if any(self.weights[one] is not None for one in datasets):
+        if any(self.weights[dataset] is not None for dataset in datasets):
             rows = zip(datasets, samples, strict=True)
-            tensors["weight"] = torch.tensor([self._weight(one, sample) for one, sample in rows])
-        if any(self.masks[one] is not None for one in datasets):
+            tensors["weight"] = torch.tensor([self._weight(dataset, sample) for dataset, sample in rows])
+        if any(self.masks[dataset] is not None for dataset in datasets):
             masks = [self._mask(*which, micro_batch) for which in zip(datasets, samples, cycles, strict=True)]
             tensors["mask"] = masks_at_latent_size(torch.stack(masks), shape)
-        if any(self.keeps_prior if self.forward_is_collective else (self.keeps_prior[one] for one in datasets)):
-            tensors["prior"] = torch.tensor([self.keeps_prior[one] for one in datasets])
+        if any(self.keeps_prior if self.forward_is_collective else (self.keeps_prior[dataset] for dataset in datasets)):
+            tensors["prior"] = torch.tensor([self.keeps_prior[dataset] for dataset in datasets])
         return tensors
 
     def digests(self) -> dict[str, str]:
@@ -74,7 +74,7 @@ def build_loss_weights(corpus: Corpus, sink: Sink, *, forward_is_collective: boo
     weights = tuple(load_sample_weights(part) for part in corpus.datasets)
     masks = tuple(find_loss_masks(part, sink) for part in corpus.datasets)
     keeps_prior = tuple(part.settings.prior and not part.settings.held_out for part in corpus.datasets)
-    all_equal = not any(keeps_prior) and all(one is None for one in (*weights, *masks))
+    all_equal = not any(keeps_prior) and all(item is None for item in (*weights, *masks))
     return None if all_equal else SampleLossWeights(corpus, weights, masks, keeps_prior, forward_is_collective)
 
 

@@ -70,7 +70,7 @@ class MemoryEngine:
             self.hint_tally.add(self.hints.prefer_host_range(address, nbytes))
 
     def place_batch(self, batch: StepBatch) -> StepBatch:
-        """Move a new batch to memory that the GPU reads without the CPU: unified (prefetch starts at once) or pinned."""
+        """Move a new batch to memory that the GPU reads without the CPU: unified (with prefetch) or pinned."""
         if self.buffers is None:
             return batch.pinned()
         tensors = list(batch.tensors())
@@ -87,7 +87,7 @@ class MemoryEngine:
             self.hint_tally.add(self.hints.place_batch(batch.named_tensors()))
 
     def allocating(self, kind: Literal["weights", "state"]) -> AbstractContextManager[None]:
-        """Tensors allocated inside the block belong to `kind`, which overflow may place differently from activations."""
+        """Tensors allocated inside the block are of this kind, which overflow may place differently from others."""
         return nullcontext() if self.pools is None else self.pools.allocating(kind)
 
     def after_step(self, step: int, sink: Sink) -> None:

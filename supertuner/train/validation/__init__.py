@@ -1,1 +1,1 @@
-"""To be written."""
+"""Validation during training: held-out loss, and samples as images and videos."""

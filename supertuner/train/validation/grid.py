@@ -1,7 +1,7 @@
-"""A grid of samples: a row for each prompt, a column for each seed, labelled; as a picture, and as frames of a film.
+"""Draws samples in a labelled grid, a row per prompt and a column per seed: as an image, and as frames of a video.
 
-The layout is decided first, from counts and sizes alone; samples are put into it one by one, and only what is drawn of
-them is kept. Small samples are enlarged pixel by pixel, so that they can be looked at; large ones are made smaller.
+The layout follows from counts and sizes alone; samples are then added one by one, and only their drawn pixels are kept.
+Small samples are enlarged by whole factors without smoothing; large ones are scaled down.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Frame: TypeAlias = NDArray[np.uint8]
-"""HWC."""
+"""An RGB image, HWC."""
 
 MARGIN, GAP, FRAME_GAP = 24, 8, 2
 LABEL_WIDTH, LINE_HEIGHT = 240, 18
@@ -37,12 +37,12 @@ TITLE_HEIGHT, COLUMN_HEAD_HEIGHT = 64, 26
 PREFERRED_SIDE, PREFERRED_SIDE_IN_STRIP = 256, 144
 MIN_SIDE = 8
 MIN_LABEL_LINES = 3
-"""Room for so many lines of a prompt, however small the samples."""
+"""Each row has space for this many lines of its prompt, even if the samples are smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class SheetBounds:
-    """The largest sheet that is drawn, if samples can be made small enough for it."""
+    """The largest size of a sheet, as far as samples can be scaled down for it."""
 
     width: int
     height: int
@@ -62,7 +62,7 @@ class GridLabels:
 
 @dataclass(frozen=True, slots=True)
 class GridLayout:
-    """Where everything on the sheet is."""
+    """The positions of all cells on the sheet."""
 
     prompts: int
     seeds: int
@@ -73,7 +73,7 @@ class GridLayout:
     def size(self) -> tuple[int, int]:
         width = MARGIN + LABEL_WIDTH + self.seeds * (self.cell_width + GAP) - GAP + MARGIN
         height = TITLE_HEIGHT + COLUMN_HEAD_HEIGHT + self.prompts * (self.row_height + GAP) - GAP + MARGIN
-        return width + width % 2, height + height % 2  # even, as films want it
+        return width + width % 2, height + height % 2  # even, as video codecs need it
 
     @property
     def row_height(self) -> int:
@@ -85,7 +85,7 @@ class GridLayout:
 
 
 def plan_grid(prompts: int, seeds: int, width: int, height: int, frames: int, bounds: SheetBounds) -> GridLayout:
-    """A layout for cells of `frames` frames of this size side by side. Whole factors when they are enlarged."""
+    """A layout whose cells show `frames` frames of this size side by side; enlarged by whole factors only."""
     strip_width = frames * (width + FRAME_GAP) - FRAME_GAP
     across = (bounds.width - 2 * MARGIN - LABEL_WIDTH + GAP) / seeds - GAP
     down = (bounds.height - TITLE_HEIGHT - COLUMN_HEAD_HEIGHT - MARGIN + GAP) / prompts - GAP
@@ -97,7 +97,7 @@ def plan_grid(prompts: int, seeds: int, width: int, height: int, frames: int, bo
 
 
 class ImageGrid:
-    """The picture. A sample stands in its cell as one frame, or as a few side by side."""
+    """The grid as an image. A cell shows one frame of its sample, or a few side by side."""
 
     def __init__(self, labels: GridLabels, width: int, height: int, frames: int) -> None:
         self._layout = plan_grid(len(labels.prompts), len(labels.seeds), width, height, frames, IMAGE_BOUNDS)
@@ -112,7 +112,7 @@ class ImageGrid:
 
 
 class VideoGrid:
-    """The film: the same sheet, in which all clips run together. A clip that ends earlier stands still."""
+    """The grid as a video, in which all clips play together. A clip that ends earlier shows its last frame."""
 
     def __init__(self, labels: GridLabels, width: int, height: int) -> None:
         self._layout = plan_grid(len(labels.prompts), len(labels.seeds), width, height, 1, VIDEO_BOUNDS)
@@ -130,18 +130,18 @@ class VideoGrid:
 
 
 def join_frames(frames: Sequence[Frame]) -> Frame:
-    """Frames side by side, every pixel as it is."""
+    """Frames side by side, unscaled."""
     gap = np.full((frames[0].shape[0], FRAME_GAP, 3), 255, np.uint8)
     parts = [part for frame in frames for part in (frame, gap)][:-1]
     return np.concatenate(parts, axis=1)
 
 
 def _draw_sheet(layout: GridLayout, labels: GridLabels) -> Image:
-    """The sheet with everything on it but the samples."""
+    """The sheet with all labels, without samples."""
     sheet, pen = new_sheet(*layout.size)
-    room = layout.size[0] - 2 * MARGIN
-    pen.text((MARGIN, 14), shorten_line(drawable_text(labels.title), room, 20), INK, load_font(20))
-    pen.text((MARGIN, 42), shorten_line(drawable_text(labels.note), room, 13), MUTED, load_font(13))
+    width = layout.size[0] - 2 * MARGIN
+    pen.text((MARGIN, 14), shorten_line(drawable_text(labels.title), width, 20), INK, load_font(20))
+    pen.text((MARGIN, 42), shorten_line(drawable_text(labels.note), width, 13), MUTED, load_font(13))
     for column, seed in enumerate(labels.seeds):
         left, _ = layout.corner(0, column)
         pen.text((left, TITLE_HEIGHT + 4), _seed_label(seed, layout.cell_width), MUTED, load_font(13))
@@ -157,13 +157,13 @@ def _draw_sheet(layout: GridLayout, labels: GridLabels) -> Image:
 
 
 def _seed_label(seed: int, width: int) -> str:
-    """`seed 42`, or as much of it as fits over the column."""
+    """`seed 42`, shortened to the width of the column."""
     long = f"seed {seed}"
     return long if text_width(long, 13) <= width else shorten_line(str(seed), width, 13)
 
 
 def _fit_to_cell(frame: Frame, layout: GridLayout) -> Image:
-    """The frame as large as its cell allows."""
+    """The frame scaled to its cell."""
     from PIL import Image
 
     image = Image.fromarray(np.ascontiguousarray(frame))

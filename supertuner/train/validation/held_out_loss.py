@@ -1,7 +1,7 @@
-"""The loss on samples that are not trained on, at fixed noise levels and with fixed noise: comparable at every step.
+"""Measures the loss on held-out samples at fixed noise levels and with fixed noise, so that steps are comparable.
 
-The noise of a sample at a level is a function of seed, sample and level; nothing is drawn. So two validations of the
-same weights give the same bits, and the loss changes only because the weights do.
+The noise is a function of seed, sample and noise level, independent of any generator state. So two validations of the
+same weights give the same bits, and the loss changes only when the weights do.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from supertuner.train.run.dataloader import BatchCollator
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HeldOutBatch:
-    """Some held-out samples of one shape."""
+    """A batch of held-out samples of one shape."""
 
     batch: StepBatch
     indices: tuple[int, ...]
-    """Which sample each row is: what its noise depends on."""
+    """The position of each row's sample, on which its noise depends."""
 
 
 def plan_sigmas(experts: Iterable[Expert], sigmas: Sequence[float], sink: Sink) -> dict[str, tuple[float, ...]]:
-    """Expert → the levels it is measured at: those in its range, or else the middle of its range."""
+    """Expert → its noise levels: the configured ones in its range; the middle of its range if there are none."""
     sigmas_by_expert = {}
     for expert in experts:
         inside = tuple(level for level in sigmas if expert.sigma_min <= level < expert.sigma_max)
@@ -53,7 +53,7 @@ def plan_sigmas(experts: Iterable[Expert], sigmas: Sequence[float], sink: Sink) 
 def held_out_batches(
     collator: BatchCollator, expert: Expert, *, samples: int, batch_size: int
 ) -> Iterator[HeldOutBatch]:
-    """The first samples of the held-out data's order, each once at most, in batches."""
+    """The first `samples` held-out samples in their order, each at most once, in batches."""
     order = collator.corpus.order
     for micro_batch in micro_batches(order, range(min(samples, order.epoch_length(0))), batch_size):
         yield HeldOutBatch(collator.collate(micro_batch, expert), tuple(micro_batch.draws.position.tolist()))
@@ -67,17 +67,19 @@ def measure_held_out(
     seed: int,
     step_options: StepOptions,
 ) -> list[HeldOutLoss]:
-    """The mean loss of one expert at each level, with the weights that its module holds now."""
+    """The mean loss of one expert at each noise level, with the current weights of its module."""
     losses: dict[float, list[float]] = {sigma: [] for sigma in sigmas}
     for held_out_batch in held_out:
-        for level, sample_losses in losses.items():
-            batch = with_sigma(held_out_batch, level, seed).to(step_options.precision.device)
+        for sigma, sample_losses in losses.items():
+            batch = with_sigma(held_out_batch, sigma, seed).to(step_options.precision.device)
             sample_losses += held_out_losses(expert_state, (batch,), step_options).tolist()
-    return [HeldOutLoss(expert_state.expert.name, level, exact_mean(found)) for level, found in losses.items() if found]
+    return [
+        HeldOutLoss(expert_state.expert.name, sigma, exact_mean(values)) for sigma, values in losses.items() if values
+    ]
 
 
 def with_sigma(held_out_batch: HeldOutBatch, sigma: float, seed: int) -> StepBatch:
-    """The batch with the noise that belongs to each of its samples at this level."""
+    """The batch at this noise level, with the noise that belongs to each sample at it."""
     batch = held_out_batch.batch
     shape = tuple(batch.latents.shape[1:])
     noise_seed = sigma_noise_seed(seed, sigma)
@@ -86,12 +88,12 @@ def with_sigma(held_out_batch: HeldOutBatch, sigma: float, seed: int) -> StepBat
 
 
 def sigma_noise_seed(seed: int, sigma: float) -> int:
-    """Seed of the noise of one level: other than that of training, and of other levels."""
+    """Seed for the noise of one noise level: differs from that of training and of other levels."""
     return xxhash.xxh3_64_intdigest(struct.pack("<8sqd", b"held-out", seed, sigma)) >> 1
 
 
 def append_means(rows: Sequence[HeldOutLoss]) -> list[HeldOutLoss]:
-    """Each expert's levels followed by their mean; last the mean of everything, each level counting the same."""
+    """The rows of each expert, each followed by the expert's mean; last the mean over all rows, equally weighted."""
     experts: dict[str | None, list[HeldOutLoss]] = {}
     for row in rows:
         experts.setdefault(row.expert, []).append(row)
@@ -102,12 +104,12 @@ def append_means(rows: Sequence[HeldOutLoss]) -> list[HeldOutLoss]:
 
 
 def exact_mean(losses: Sequence[float]) -> float:
-    """Exact whatever the order: batches may be cut differently."""
+    """The correctly rounded mean, independent of the order: batches may be split differently."""
     return fsum(losses) / len(losses)
 
 
 def encode_row(step: int, row: HeldOutLoss) -> bytes:
-    """A line of validation.jsonl. Numbers as Python's repr, which reads back to the same bits."""
+    """A line of validation.jsonl. Numbers are written as Python's repr, which reads back to the same bits."""
     fields: Mapping[str, object] = {
         "step": step,
         "expert": row.expert,

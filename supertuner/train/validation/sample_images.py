@@ -90,7 +90,7 @@ def make_samples(
     folder: Path,
     weights: EvaluationWeights | None = None,
 ) -> MeasurementEvent:
-    """Write the samples of `step` below `folder`; `modules` are those in training. Returns the `train/samples` event."""
+    """Write the samples of `step` below `folder`; `modules` are those in training. Returns a `train/samples` event."""
     weights = weights or EvaluationWeights()
     with (
         atomic_folder(folder, samples_folder_name(step), _is_identical) as new,

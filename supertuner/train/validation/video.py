@@ -1,4 +1,5 @@
-"""Frames to MP4 in H.264, as players and browsers play it. One thread, no times: the same frames, the same bytes."""
+"""Encodes frames as MP4 (H.264, as browsers play it). Single-threaded, without timestamps of the encoding: equal frames
+give equal bytes."""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ from numpy.typing import NDArray
 from supertuner.core.errors import TrainError
 
 ENCODERS = ("libx264", "libopenh264", "mpeg4")
-"""The first that PyAV's FFmpeg has is used; its wheels have them all but the second."""
+"""The first one that PyAV's FFmpeg has is used; PyAV's wheels have all but the second."""
 ENCODER_OPTIONS = {
-    # Without mbtree: on pictures of less than 64 pixels it reads memory that nobody wrote, and the bytes differ.
+    # Without mbtree: for images below 64 pixels it reads uninitialised memory, and the bytes differ.
     "libx264": {"crf": "12", "preset": "medium", "x264-params": "mbtree=0"},
     "libopenh264": {"b": "20000000"},
     "mpeg4": {"qscale": "2"},
 }
 BT709 = 1
-"""Colour matrix, primaries and transfer of ITU-R BT.709 in FFmpeg's counting."""
+"""Colour matrix, primaries and transfer of ITU-R BT.709 in FFmpeg's numbering."""
 
 
 def select_encoder() -> str:
-    """The name of the encoder that videos are made with here."""
+    """The encoder to use here; TrainError if there is none."""
     from av.codec import Codec
     from av.codec.codec import UnknownCodecError
 
@@ -34,13 +35,13 @@ def select_encoder() -> str:
         try:
             Codec(name, "w")
         except UnknownCodecError:
-            continue  # this build has it not; the next may do
+            continue  # not in this build; try the next
         return name
-    raise TrainError(f"PyAV has no encoder for videos (looked for {', '.join(ENCODERS)}); install its own wheel")
+    raise TrainError(f"PyAV has none of the video encoders {', '.join(ENCODERS)}; install PyAV from its wheel")
 
 
 def mp4_bytes(frames_HWC: Iterable[NDArray[np.uint8]], fps: float) -> bytes:
-    """The clip as an MP4 file. A width or height that is odd grows by one pixel: H.264 halves colours."""
+    """The clip as an MP4 file. An odd width or height grows by one pixel: H.264 stores colours at half resolution."""
     import av
 
     pictures = map(_pad_to_even, frames_HWC)
@@ -64,7 +65,7 @@ def mp4_bytes(frames_HWC: Iterable[NDArray[np.uint8]], fps: float) -> bytes:
 
 
 def first_middle_last(frames_FHWC: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-    """The frames that stand for a clip in a picture: up to three."""
+    """Up to three frames that represent a clip in an image."""
     last = len(frames_FHWC) - 1
     return [frames_FHWC[number] for number in sorted({0, last // 2, last})]
 
@@ -86,6 +87,6 @@ def _flags() -> Any:
 
 
 def _pad_to_even(picture_HWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Grown to even sides by repeating the last row and column."""
+    """Pad to even sides by repeating the last row and column."""
     height, width, _ = picture_HWC.shape
     return np.pad(picture_HWC, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")

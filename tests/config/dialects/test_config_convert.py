@@ -1,4 +1,4 @@
-"""Converting keeps the meaning, in every language and from every dialect, and doing it twice changes nothing."""
+"""`config convert` keeps the meaning in every format and from every dialect; converting twice changes nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from supertuner.config.sources.render import ConfigLanguage, canonical_tree, render_tree
-from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.settings import key_paths
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.load import LoadedConfig, load_config
 from supertuner.config.sources.parse import parse_bytes
+from supertuner.config.sources.render import ConfigLanguage, canonical_tree, render_tree
 from supertuner.core.errors import ConfigError
 
 LANGUAGES: tuple[ConfigLanguage, ...] = ("json", "yaml", "toml")
@@ -52,7 +52,7 @@ def values(schema: Any) -> st.SearchStrategy[Any]:
 
 @st.composite
 def trees(draw: st.DrawFn) -> dict[str, Any]:
-    """A canonical file with a few settings of the root and of two datasets."""
+    """A file under our own names with a few settings of the root and of two datasets."""
     tree: dict[str, Any] = {}
     names = draw(st.lists(st.sampled_from(sorted(key_paths.settings())), max_size=8, unique=True))
     for name in names:
@@ -78,7 +78,7 @@ def loaded_from(path: Path, text: str) -> LoadedConfig | None:
 
 @settings(max_examples=250, deadline=None)
 @given(tree=trees(), language=st.sampled_from(LANGUAGES))
-def test_a_converted_configuration_loads_as_the_same_and_converts_to_itself(tmp_path_factory, tree, language):
+def test_a_converted_configuration_loads_equal_and_converts_to_itself(tmp_path_factory, tree, language):
     folder = tmp_path_factory.getbasetemp() / "convert"
     folder.mkdir(exist_ok=True)
     first = loaded_from(folder / "run.json", json.dumps(tree))
@@ -145,7 +145,7 @@ def test_a_dialect_converts_to_our_names_with_the_same_meaning(load_text, tmp_pa
     assert set(parse_bytes(text.encode(), out.name)) <= set(RunConfig.model_fields)
 
 
-def test_a_folder_with_the_name_of_a_word_stays_a_folder_beside_the_converted_file(load_text, tmp_path):
+def test_a_folder_named_like_a_reserved_word_stays_a_folder_after_conversion(load_text, tmp_path):
     first = load_text({"model": {"family": "flux", "path": "./tiny"}})
     assert canonical_tree(first.provenance, tmp_path)["model"]["path"] == "./tiny"
     assert canonical_tree(first.provenance, tmp_path / "sub")["model"]["path"] == "../tiny"
@@ -158,7 +158,7 @@ def test_the_environment_is_not_written_into_the_converted_file(load_text, tmp_p
     assert canonical_tree(loaded.provenance, tmp_path) == {"run": {"seed": 1}}
 
 
-def test_every_setting_that_takes_null_has_it_as_default_so_that_toml_can_leave_it_out():
+def test_every_setting_that_accepts_null_defaults_to_it_so_that_toml_can_leave_it_out():
     for name, key in key_paths.settings().items():
         if "null" in key.json_types:
             assert key.schema["default"] is None, name

@@ -1,4 +1,4 @@
-"""SimpleTuner's and ai-toolkit's files mean here what they mean there; what has no effect says so."""
+"""Files of SimpleTuner and ai-toolkit have the same meaning here; keys without effect produce a note."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from supertuner.config.dialects.conversions import SettingValue
 from supertuner.config.dialects.key_tables import DATASET_KEYS, RUN_KEYS, dataset_keys
 from supertuner.config.settings import key_paths
 
@@ -65,7 +66,7 @@ def simpletuner(load_text, tmp_path):
     return load_text(SIMPLETUNER)
 
 
-def test_a_simpletuner_job_is_read_whole(simpletuner, tmp_path):
+def test_a_simpletuner_job_is_translated_completely(simpletuner, tmp_path):
     config = simpletuner.config
     train, optimizer = config.train, config.optimizer
     assert (train.batch_size, train.gradient_accumulation_steps, train.max_steps, train.num_epochs) == (
@@ -81,7 +82,7 @@ def test_a_simpletuner_job_is_read_whole(simpletuner, tmp_path):
     assert (cache.cache_dir, cache.persistent_cache) == (tmp_path / "datasets/cache/vae", True)
 
 
-def test_its_dataset_file_is_found_beside_the_config_and_its_paths_beside_itself(simpletuner, tmp_path):
+def test_the_dataset_file_is_relative_to_the_config_and_its_paths_to_itself(simpletuner, tmp_path):
     pictures, clips = simpletuner.config.datasets
     assert pictures.instance_data_dir == tmp_path / "datasets/pictures"
     assert (pictures.id, pictures.type, pictures.crop, pictures.weight) == ("my-pictures", "disk", "random", 0.5)
@@ -93,31 +94,31 @@ def test_its_dataset_file_is_found_beside_the_config_and_its_paths_beside_itself
     assert simpletuner.attachments.keys() == {"multi.json"}
 
 
-def test_simpletuner_counts_further_repeats_and_we_count_all(simpletuner):
+def test_simpletuner_counts_additional_repeats_and_we_count_all(simpletuner):
     assert [d.repeats for d in simpletuner.config.datasets] == [1, 10]
 
 
-def test_a_repeat_of_zero_in_our_own_names_is_refused_and_explained(refuse):
+def test_zero_repeats_under_our_own_name_is_refused_and_explained(refuse):
     (problem,) = refuse({"datasets": [{"repeats": 0}]})
-    assert "SimpleTuner counts further repeats: its 0 is 1 here" in problem
+    assert "SimpleTuner counts additional repeats: its 0 is 1 here" in problem
 
 
-def test_root_settings_reach_datasets_that_say_nothing_themselves(simpletuner):
+def test_root_keys_apply_to_datasets_that_do_not_set_them(simpletuner):
     pictures, clips = simpletuner.config.datasets
     assert (pictures.resolution, clips.resolution) == ((1024,), (480,))
     assert [d.captions.dropout for d in simpletuner.config.datasets] == [0.1, 0.1]
     assert simpletuner.origins["datasets[0].resolution"] == "run.json: --resolution (SimpleTuner)"
 
 
-def test_what_has_no_effect_is_said(simpletuner):
-    said = {note.what: note.message for note in simpletuner.notes}
-    assert "nothing is uploaded" in said["--push_to_hub"]
-    assert said["multi.json: [2]"] == "is disabled and left out"
-    assert "describes a cache" in said["multi.json: [3]"]
-    assert "is read as cache_config.cache_dir" in said["multi.json: [0].cache_dir_vae"]
+def test_keys_without_effect_produce_notes(simpletuner):
+    notes = {note.what: note.message for note in simpletuner.notes}
+    assert "nothing is uploaded" in notes["--push_to_hub"]
+    assert notes["multi.json: [2]"] == "is disabled and not used"
+    assert "describes a cache" in notes["multi.json: [3]"]
+    assert "sets cache_config.cache_dir" in notes["multi.json: [0].cache_dir_vae"]
 
 
-def test_an_error_in_the_dataset_file_names_that_file_and_the_name_written_there(refuse, tmp_path):
+def test_an_error_in_the_dataset_file_names_that_file_and_its_key(refuse, tmp_path):
     (tmp_path / "multi.json").write_text('[{"id": "a", "probability": "often", "captoin_strategy": "textfile"}]')
     unknown, value = refuse({"data_backend_config": "multi.json"})
     assert unknown == "multi.json: [0].captoin_strategy: not a setting; did you mean caption_strategy?"
@@ -130,18 +131,18 @@ def test_a_missing_dataset_file_is_an_error_at_its_key(refuse):
     assert problem.startswith("data_backend_config: there is no file")
 
 
-def test_backends_that_cannot_be_read_are_refused_with_the_remedy(refuse):
+def test_backends_that_are_not_supported_are_refused_with_the_remedy(refuse):
     (problem,) = refuse({"data_backend": {"type": "aws", "id": "a"}})
-    assert problem.startswith('data_backend.type: "aws" is not read here; fetch the files first')
+    assert problem.startswith('data_backend.type: "aws" is not supported; download the files')
 
 
-def test_one_ramp_number_at_the_top_level_turns_the_ramp_on(load_text):
+def test_a_ramp_setting_at_the_top_level_turns_the_ramp_on(load_text):
     tree = {"train_batch_size": 32, "initial_effective_batch_size": 4, "batch_rampup_steps": 10}
     ramp = load_text(tree).config.gh200_optimizations
     assert (ramp.enable_batch_size_rampup, ramp.initial_effective_batch_size, ramp.batch_rampup_steps) == (True, 4, 10)
 
 
-def test_a_consequence_gives_way_to_the_setting_itself(load_text):
+def test_an_implied_value_is_overridden_by_the_setting_itself(load_text):
     tree = {"use_gh200_trainer": True, "gh200_optimizations": {"enable_uvm_hints": False}}
     assert load_text(tree).config.gh200_optimizations.enable_uvm_hints is False
 
@@ -187,7 +188,7 @@ meta: {name: "[name]", version: '1.0'}
 """
 
 
-def test_an_ai_toolkit_job_is_read_whole(load_text, tmp_path):
+def test_an_ai_toolkit_job_is_translated_completely(load_text, tmp_path):
     config = load_text(AI_TOOLKIT, "job.yaml").config
     assert (config.run.name, config.run.output_dir) == ("my-first-lora", tmp_path / "output")
     train, optimizer, cache = config.train, config.optimizer, config.cache_config
@@ -205,7 +206,7 @@ def test_an_ai_toolkit_job_is_read_whole(load_text, tmp_path):
     assert {d.captions.trigger_word for d in config.datasets} == {"p3r5on"}
 
 
-def test_its_origins_carry_the_path_inside_the_job(load_text):
+def test_origins_contain_the_path_inside_the_job(load_text):
     origins = load_text(AI_TOOLKIT, "job.yaml").origins
     assert origins["optimizer.learning_rate"] == "job.yaml: config.process[0].train.lr (ai-toolkit)"
     assert origins["datasets[0].repeats"] == "job.yaml: config.process[0].datasets[0].num_repeats (ai-toolkit)"
@@ -214,18 +215,18 @@ def test_its_origins_carry_the_path_inside_the_job(load_text):
 @pytest.mark.parametrize(
     "keys", [("cache_latents", "cache_latents_to_disk"), ("cache_latents_to_disk", "cache_latents")]
 )
-def test_latents_asked_for_on_disk_and_in_memory_are_both_whatever_the_order(load_text, keys):
+def test_latents_cached_on_disk_and_in_memory_do_not_depend_on_the_order_of_keys(load_text, keys):
     cache = load_text({"dataset": {"folder_path": "a", **dict.fromkeys(keys, True)}}).config.cache_config
     assert (cache.vae_cache_type, cache.persistent_cache) == ("unified_memory", True)
 
 
 @pytest.mark.parametrize("config", [5, {}, {"process": []}, {"process": [{}, {}]}, {"process": [1]}])
-def test_a_job_that_is_not_one_process_is_refused(refuse, config):
+def test_a_job_without_exactly_one_process_is_refused(refuse, config):
     (problem,) = refuse({"job": "extension", "config": config})
     assert "is not a job of ai-toolkit" in problem
 
 
-def test_bare_blocks_of_ai_toolkit_need_no_job_around_them(load_text):
+def test_blocks_of_ai_toolkit_need_no_surrounding_job(load_text):
     config = load_text("train: {steps: 5, lr: 1e-4}\ndataset: {folder_path: a, resolution: 512}", "run.yaml").config
     assert (config.train.max_steps, config.optimizer.learning_rate) == (5, 1e-4)
     assert config.datasets[0].resolution == (512,)
@@ -243,14 +244,14 @@ def test_two_names_of_one_setting_must_agree(refuse, load_text, tree, one, other
     (problem,) = refuse(tree)
     assert problem.startswith(one)
     assert other in problem
-    assert "keep one" in problem
+    assert "remove one" in problem
     agreeing = json.loads(json.dumps(tree).replace("4,", "2,").replace("0.001", "0.0001").replace("3}", "2}"))
     load_text(agreeing)
 
 
 def test_datasets_from_two_keys_are_refused(refuse):
     (problem,) = refuse({"datasets": [], "dataset": {"folder_path": "a"}})
-    assert problem == "dataset: gives datasets, and so does datasets: keep one"
+    assert problem == "dataset: sets the datasets, and so does datasets: remove one"
 
 
 @pytest.mark.parametrize(
@@ -265,12 +266,12 @@ def test_datasets_from_two_keys_are_refused(refuse):
         ({"sample": 5}, "sample: 5 is not a block"),
     ],
 )
-def test_an_unknown_foreign_key_is_an_error_like_any_other(refuse, tree, says):
+def test_an_unknown_key_in_a_block_of_a_dialect_is_an_error(refuse, tree, says):
     (problem,) = refuse(tree)
     assert problem.startswith(says)
 
 
-def test_every_row_of_the_table_leads_to_a_setting_or_says_why_not():
+def test_every_row_of_the_tables_sets_an_existing_setting_or_has_a_reason():
     samples = (True, False, 1, 4, 0.5, "a", "textfile", "square", "comma", "local", "area", "adamw", [512, 768])
     for scope, rows in (((), RUN_KEYS), (("datasets", 0), DATASET_KEYS)):
         for row in rows:
@@ -278,21 +279,21 @@ def test_every_row_of_the_table_leads_to_a_setting_or_says_why_not():
                 assert row.ignored_reason, row
                 continue
             block = {"caption_strategy": "instanceprompt", "instance_prompt": "x", row.key: 1}
-            puts = [o for v in samples for o in row.convert(v, block) if hasattr(o, "target")]
-            for put in puts:
-                inner = key_paths.parse_path(put.target.removeprefix("^"))
-                where = inner if put.target.startswith("^") else (*scope, *inner)
-                assert key_paths.setting_at(where) is not None, (row.key, put.target)
+            targets = [o.target for v in samples for o in row.convert(v, block) if isinstance(o, SettingValue)]
+            for target in targets:
+                inner = key_paths.parse_path(target.removeprefix("^"))
+                key_path = inner if target.startswith("^") else (*scope, *inner)
+                assert key_paths.setting_at(key_path) is not None, (row.key, target)
 
 
-def test_no_row_hides_a_setting_of_ours_unless_its_value_passes_unchanged():
-    """A canonical file must mean the same with or without the table."""
+def test_no_row_of_a_dialect_shadows_a_setting_of_ours():
+    """A file under our own names has the same meaning with and without the tables."""
     for row in dataset_keys("").values():
         if f"datasets[].{row.key}" in key_paths.settings():
             assert row.key in ("type", "crop"), row.key
 
 
-def test_masks_and_regularisation_data_are_read_in_both_dialects(load_text, tmp_path):
+def test_masks_and_regularisation_data_of_both_dialects_are_translated(load_text, tmp_path):
     ours = load_text({"datasets": [{"folder_path": "a", "mask_path": "m", "mask_min_value": 0.2, "prior_reg": True}]})
     (dataset,) = ours.config.datasets
     assert (dataset.mask_dir, dataset.mask_floor, dataset.prior) == (tmp_path / "m", 0.2, True)
@@ -300,3 +301,27 @@ def test_masks_and_regularisation_data_are_read_in_both_dialects(load_text, tmp_
     assert (other.mask_dir, other.mask_floor) == (None, 0.0)
     (theirs,) = load_text({"data_backend": {"id": "a", "is_regularisation_data": True}}).config.datasets
     assert theirs.prior
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "remedies"),
+    [
+        (
+            {"data_backend": {"id": "a", "conditioning_data": "b"}},
+            "conditioning_data",
+            ("conditioning_dir", "mask_dir"),
+        ),
+        ({"datasets": [{"folder_path": "a", "alpha_mask": True}]}, "alpha_mask", ("mask_dir",)),
+        ({"datasets": [{"folder_path": "a", "network_weight": 0.5}]}, "network_weight", ("loss_weight",)),
+        ({"enable_group_offload": True}, "enable_group_offload", ("the plan moves weights", "plan.weights")),
+        ({"model": {"low_vram": True}}, "low_vram", ("the plan moves weights", "plan.weights")),
+    ],
+)
+def test_keys_of_features_with_other_settings_name_those_settings(load_text, tree, key, remedies):
+    (message,) = [note.message for note in load_text(tree).notes if note.what.endswith(key)]
+    assert all(remedy in message for remedy in remedies)
+
+
+def test_a_conditioning_dataset_is_refused_with_the_settings_to_use(refuse):
+    (problem,) = refuse({"data_backend": {"id": "a", "dataset_type": "conditioning"}})
+    assert "conditioning_dir (reference images) or mask_dir (masks)" in problem

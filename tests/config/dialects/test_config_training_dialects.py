@@ -1,4 +1,4 @@
-"""What SimpleTuner and ai-toolkit say about models, adapters, checkpoints, samples and reports means the same here."""
+"""Keys of SimpleTuner and ai-toolkit about models, adapters, checkpoints, samples and reports are translated."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SIMPLETUNER = {
 }
 
 
-def test_a_simpletuner_file_says_what_is_trained_and_how(load_text):
+def test_training_keys_of_a_simpletuner_file_are_translated(load_text):
     config = load_text(SIMPLETUNER).config
     model, adapter = config.model, config.adapter
     assert (model.family, model.path, model.revision) == ("flux", "black-forest-labs/FLUX.1-dev", "main")
@@ -52,20 +52,20 @@ def test_a_simpletuner_file_says_what_is_trained_and_how(load_text):
     assert (config.report.tensorboard, config.report.wandb) == (False, "cats")
 
 
-def test_its_validation_is_read(load_text):
+def test_validation_keys_of_a_simpletuner_file_are_translated(load_text):
     loaded = load_text(SIMPLETUNER)
     validation = loaded.config.validation
     assert (validation.prompts, validation.negative_prompt, validation.seeds) == (("a cat",), "blurry", (42, 43))
     assert (validation.every_steps, validation.at_start, validation.at_end) == (100, False, True)
     assert (validation.width, validation.height) == (1024, 576)
     assert (validation.guidance_scale, validation.inference_steps) == (3.5, 20)
-    said = {note.what: note.message for note in loaded.notes}
-    assert said["--validation_resolution"] == "samples have one size here: 1024 × 576"
-    assert said["--base_model_precision"] == "is done by torchao, not by quanto"
+    notes = {note.what: note.message for note in loaded.notes}
+    assert notes["--validation_resolution"] == "only the first size is used: 1024 × 576"
+    assert notes["--base_model_precision"] == "torchao quantizes the weights, not quanto"
 
 
 def settings(config) -> dict[str, object]:
-    """What was given in the blocks of a model, as one flat table."""
+    """The settings of these blocks that are not defaults, as one flat table."""
     blocks = ("model", "adapter", "objective", "train", "checkpoints", "validation", "report")
     return {
         f"{name}.{key}": value
@@ -155,35 +155,39 @@ WAN22 = {"model_family": "wan", "model_flavour": "i2v-14b-2.2-high"}
         ({"report_to": "tensorboard, wandb"}, {"report.tensorboard": True, "report.wandb": "simpletuner"}),
     ],
 )
-def test_one_wish_in_simpletuners_words(load_text, tree, expected):
+def test_single_keys_of_simpletuner(load_text, tree, expected):
     assert settings(load_text(tree).config) == expected
 
 
 @pytest.mark.parametrize(
     ("tree", "place", "says"),
     [
-        ({"model_family": "sd1x"}, "model_family", '"sd1x" is not trained here yet'),
-        ({"model_family": "sdxl", "model_flavour": "refiner-1.0"}, "model_flavour", "is not trained here yet"),
-        ({"model_family": "wan", "model_flavour": "vace-14b-2.1"}, "model_family", "is not trained here yet"),
-        ({"model_family": "flux"}, "model_family", "no model is named; black-forest-labs/FLUX.1-dev is what"),
-        ({"model_family": "qwen_image", "model_flavour": "edit-v2"}, "model_flavour", "is not trained here yet"),
-        ({"model_family": "flux", "model_flavour": "kontext"}, "model_flavour", "is not trained here yet"),
+        ({"model_family": "sd1x"}, "model_family", '"sd1x" is not supported'),
+        ({"model_family": "sdxl", "model_flavour": "refiner-1.0"}, "model_flavour", "is not supported"),
+        ({"model_family": "wan", "model_flavour": "vace-14b-2.1"}, "model_family", "is not supported"),
+        (
+            {"model_family": "flux"},
+            "model_family",
+            "no model is given; uses SimpleTuner's default, black-forest-labs/FLUX.1-dev",
+        ),
+        ({"model_family": "qwen_image", "model_flavour": "edit-v2"}, "model_flavour", "is not supported"),
+        ({"model_family": "flux", "model_flavour": "kontext"}, "model_flavour", "is not supported"),
         ({"ema_decay": 0.9}, "ema_decay", "use_ema is not true"),
         ({"report_to": "comet_ml"}, "report_to", "comet_ml is not available"),
         ({"tracker_project_name": "a"}, "tracker_project_name", "nothing is reported to wandb"),
-        ({"base_model_precision": "int4-quanto"}, "base_model_precision", "8 bits are used"),
+        ({"base_model_precision": "int4-quanto"}, "base_model_precision", "int8 is used"),
         ({"attention_mechanism": "sageattention"}, "attention_mechanism", "no backward pass"),
         ({"lycoris_config": "a.json"}, "lycoris_config", 'only with lora_type: "lycoris"'),
-        ({"ramtorch": True}, "ramtorch", "memory.overflow lets them spill"),
+        ({"ramtorch": True}, "ramtorch", "the plan moves weights"),
     ],
 )
-def test_what_simpletuner_asks_and_is_not_here_is_said(load_text, tree, place, says):
+def test_unsupported_keys_of_simpletuner_produce_notes(load_text, tree, place, says):
     loaded = load_text(tree)
     assert any(note.what == place and says in note.message for note in loaded.notes)
     assert loaded.config.model.family in (None, "flux")
 
 
-def test_a_model_that_is_not_trained_here_is_not_loaded_either(load_text):
+def test_a_model_of_an_unsupported_family_is_not_loaded(load_text):
     tree = {"model_family": "pixart_sigma", "pretrained_model_name_or_path": "owner/name"}
     model = load_text(tree).config.model
     assert (model.family, model.path) == (None, None)
@@ -192,8 +196,8 @@ def test_a_model_that_is_not_trained_here_is_not_loaded_either(load_text):
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
-        ({"model_family": "fulx"}, 'model_family: "fulx" is not a family that is known here'),
-        ({"model_family": "flux", "model_flavour": "devv"}, 'model_flavour: "devv" is not known here'),
+        ({"model_family": "fulx"}, 'model_family: "fulx" is not a known family'),
+        ({"model_family": "flux", "model_flavour": "devv"}, 'model_flavour: "devv" is not a known flavour'),
         (
             {"model_family": "flux", "pretrained_model_name_or_path": "flux.safetensors"},
             "pretrained_model_name_or_path: ",
@@ -202,15 +206,18 @@ def test_a_model_that_is_not_trained_here_is_not_loaded_either(load_text):
         ({"lora_type": "lycoris"}, 'lora_type: "lycoris" needs lycoris_config'),
         ({"lora_type": "lycoris", "lycoris_config": "no.json"}, "lycoris_config: there is no file"),
         ({"lora_type": "lora"}, 'lora_type: "lora" is not available; allowed: "standard", "lycoris"'),
-        ({"base_model_precision": "int9"}, 'base_model_precision: "int9" is not known here'),
+        ({"base_model_precision": "int9"}, 'base_model_precision: "int9" is not a known format'),
         ({"attention_mechanism": "flsh"}, 'attention_mechanism: "flsh" is not available; allowed: "diffusers"'),
         ({"validation_resolution": "big"}, 'validation_resolution: "big" is not a size'),
         ({"use_ema": "maybe"}, 'use_ema: "maybe" is not true or false'),
-        ({"num_validation_images": 1000}, "num_validation_images: 1000 is not a whole number"),
-        ({"validation_steps": 5, "validation_step_interval": 6}, "keep one"),
+        (
+            {"num_validation_images": 1000},
+            "num_validation_images: 1000 is not a seed, or not a number of images from 1 to 64",
+        ),
+        ({"validation_steps": 5, "validation_step_interval": 6}, "remove one"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(refuse, tree, says):
+def test_invalid_values_of_simpletuner_keys_are_refused(refuse, tree, says):
     (problem,) = refuse(tree)
     assert says in problem
 
@@ -260,7 +267,7 @@ config:
 """
 
 
-def test_an_ai_toolkit_job_says_what_is_trained_and_how(load_text):
+def test_training_keys_of_an_ai_toolkit_job_are_translated(load_text):
     loaded = load_text(AI_TOOLKIT, "job.yaml")
     config = loaded.config
     model, adapter = config.model, config.adapter
@@ -272,12 +279,12 @@ def test_an_ai_toolkit_job_says_what_is_trained_and_how(load_text):
     assert (config.train.ema_decay, config.train.device) == (0.99, "cuda:0")
     assert (config.checkpoints.every_steps, config.checkpoints.keep) == (250, 4)
     assert (config.report.wandb, config.report.every_steps) == ("bears", 10)
-    said = {note.what.removeprefix("config.process[0]."): note.message for note in loaded.notes}
-    assert "[trigger] is not replaced" in said["sample.prompts"]
-    assert "memory.overflow" in said["model.low_vram"]
+    notes = {note.what.removeprefix("config.process[0]."): note.message for note in loaded.notes}
+    assert "[trigger] is not replaced" in notes["sample.prompts"]
+    assert "plan.weights" in notes["model.low_vram"]
 
 
-def test_its_samples_are_read(load_text):
+def test_sample_keys_of_an_ai_toolkit_job_are_translated(load_text):
     validation = load_text(AI_TOOLKIT, "job.yaml").config.validation
     assert (validation.every_steps, validation.at_start) == (250, False)
     assert (validation.width, validation.height, validation.frames, validation.fps) == (832, 480, 41, 16)
@@ -285,7 +292,7 @@ def test_its_samples_are_read(load_text):
     assert (validation.guidance_scale, validation.inference_steps) == (3.5, 25)
 
 
-def test_a_job_without_a_network_trains_all_weights_as_it_does_there(load_text):
+def test_a_job_without_a_network_trains_all_weights_as_in_ai_toolkit(load_text):
     job = "config: {process: [{model: {name_or_path: a/b, arch: flux}, train: {steps: 3}}]}"
     loaded = load_text(job, "job.yaml")
     assert loaded.config.adapter.type == "full"
@@ -342,15 +349,15 @@ def test_a_job_without_a_network_trains_all_weights_as_it_does_there(load_text):
         ({"logging": {"use_wandb": False, "project_name": "a"}}, {}),
     ],
 )
-def test_one_wish_in_ai_toolkits_words(load_text, tree, expected):
+def test_single_keys_of_ai_toolkit(load_text, tree, expected):
     assert settings(load_text(tree).config) == expected
 
 
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
-        ({"model": {"arch": "wan23"}}, 'model.arch: "wan23" is not known here; trained are "wan22_14b"'),
-        ({"model": {"quantize": True, "qtype": "q9"}}, 'model.quantize: "q9" is not known here'),
+        ({"model": {"arch": "wan23"}}, 'model.arch: "wan23" is not a known architecture; supported: "wan22_14b"'),
+        ({"model": {"quantize": True, "qtype": "q9"}}, 'model.quantize: "q9" is not a known format'),
         (
             {"model": {"model_kwargs": {"train_low_nois": True}}},
             "model.model_kwargs.train_low_nois: not a setting; did you mean train_low_noise?",
@@ -363,35 +370,25 @@ def test_one_wish_in_ai_toolkits_words(load_text, tree, expected):
         ({"device": "gpu"}, 'train.device: "gpu" is not allowed'),
     ],
 )
-def test_what_an_ai_toolkit_job_cannot_mean_is_refused(refuse, tree, says):
+def test_invalid_values_of_ai_toolkit_keys_are_refused(refuse, tree, says):
     (problem,) = refuse(tree)
     assert problem.startswith(says)
 
 
-def test_two_experts_of_which_none_is_trained_are_refused(refuse):
+def test_two_experts_that_are_both_not_trained_are_refused(refuse):
     problems = refuse({"model": {"model_kwargs": {"train_high_noise": False, "train_low_noise": False}}})
     assert len(problems) == 2
     assert all("there is nothing to train" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("arch", ["hidream", "wan21_i2v:14b", "flux_kontext"])
-def test_an_architecture_that_is_not_trained_here_is_said_and_not_loaded(load_text, arch):
+def test_a_model_of_an_unsupported_architecture_is_not_loaded(load_text, arch):
     loaded = load_text({"model": {"arch": arch, "name_or_path": "a/b"}})
     assert (loaded.config.model.family, loaded.config.model.path) == (None, None)
-    assert any(note.what == "model.arch" and "is not trained here yet" in note.message for note in loaded.notes)
+    assert any(note.what == "model.arch" and "is not supported" in note.message for note in loaded.notes)
 
 
-def test_no_text_waits_for_a_trainer_that_is_here():
-    from supertuner.config.dialects.key_tables import DATASET_KEYS, RUN_KEYS
-
-    assert [
-        row.key
-        for row in (*RUN_KEYS, *DATASET_KEYS)
-        if "trainer lands" in row.ignored_reason or "has not landed, " in row.ignored_reason
-    ] == []
-
-
-def test_simpletuners_first_adapter_is_where_training_begins(tmp_path, load_text):
+def test_simpletuners_init_lora_sets_the_initial_adapter(tmp_path, load_text):
     assert load_text({"init_lora": "a.safetensors"}).config.adapter.start_from == tmp_path / "a.safetensors"
 
 
@@ -410,7 +407,7 @@ def lycoris(tmp_path, load_text, **changed):
     return load_text({"model_type": "lora", "lora_type": "lycoris", "lycoris_config": "lycoris.json"})
 
 
-def test_simpletuners_lycoris_file_means_the_same_here(tmp_path, load_text):
+def test_simpletuners_lycoris_file_is_translated(tmp_path, load_text):
     loaded = lycoris(tmp_path, load_text)
     assert settings(loaded.config) == {
         "adapter.type": "lokr",
@@ -420,7 +417,7 @@ def test_simpletuners_lycoris_file_means_the_same_here(tmp_path, load_text):
         "adapter.targets": "attention_mlp",
     }
     (note,) = [note for note in loaded.notes if "lycoris.json" in note.what and "module_algo_map" in note.what]
-    assert "their ranks by adapter.modules" in note.message
+    assert "adapter.modules for their ranks" in note.message
 
 
 def test_a_lycoris_file_of_another_algorithm(tmp_path, load_text):
@@ -437,7 +434,7 @@ def test_a_lycoris_file_of_another_algorithm(tmp_path, load_text):
         ({"dora_wd": True}, "lycoris.json: dora_wd: is not available for LyCORIS"),
     ],
 )
-def test_what_a_lycoris_file_asks_and_is_not_here_is_refused(tmp_path, refuse, changed, says):
+def test_unsupported_options_of_a_lycoris_file_are_refused(tmp_path, refuse, changed, says):
     (tmp_path / "lycoris.json").write_text(json.dumps({**LYCORIS, **changed}))
     problems = refuse({"model_type": "lora", "lora_type": "lycoris", "lycoris_config": "lycoris.json"})
     assert any(says in problem for problem in problems)

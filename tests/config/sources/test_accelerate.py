@@ -1,4 +1,4 @@
-"""What accelerate's launcher says in variables becomes a setting, or is refused by name."""
+"""Each variable of accelerate's launcher becomes a setting, asks for the default, or is refused by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from supertuner.config.sources.accelerate import ACCELERATE_RULES, FSDP_RULES
 
 USES_FSDP = {"ACCELERATE_USE_FSDP": "true"}
-SILENT = {
+DEFAULT_VARIABLES = {
     "ACCELERATE_DYNAMO_BACKEND": "NO",
     "ACCELERATE_DYNAMO_MODE": "default",
     "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
@@ -19,9 +19,9 @@ SILENT = {
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
     "ACCELERATE_USE_CPU": "False",
 }
-"""What `accelerate launch` without any option says."""
+"""The variables that `accelerate launch` sets without any option."""
 SHIPPED = {
-    **{name: value for name, value in SILENT.items() if name != "ACCELERATE_USE_CPU"},
+    **{name: value for name, value in DEFAULT_VARIABLES.items() if name != "ACCELERATE_USE_CPU"},
     **USES_FSDP,
     "ACCELERATE_MIXED_PRECISION": "bf16",
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
@@ -38,11 +38,11 @@ SHIPPED = {
     "FSDP_USE_ORIG_PARAMS": "true",
     "FSDP_VERSION": "2",
 }
-"""What it says with examples/accelerate_config_gh200.yaml."""
+"""The variables that it sets with examples/accelerate_config_gh200.yaml."""
 
 
-def test_a_launcher_that_was_told_nothing_changes_nothing(load_text):
-    assert load_text({}, environ=SILENT).origins == {}
+def test_a_launcher_without_options_sets_nothing(load_text):
+    assert load_text({}, environ=DEFAULT_VARIABLES).origins == {}
 
 
 def test_the_shipped_configuration_shards_and_computes_in_bf16(load_text):
@@ -69,10 +69,10 @@ def test_the_shipped_configuration_shards_and_computes_in_bf16(load_text):
         ("ACCELERATE_GRADIENT_CLIPPING", "1.5", "train.max_grad_norm", 1.5),
     ],
 )
-def test_what_it_says_becomes_a_setting(load_text, variable, value, setting, expected):
+def test_variables_become_settings(load_text, variable, value, setting, expected):
     loaded = load_text({}, environ={**SHIPPED, variable: value})
-    found = {path: (value, origin) for path, value, origin in loaded.iter_settings()}
-    assert found[setting] == (expected, f"environment: {variable}")
+    settings = {path: (value, origin) for path, value, origin in loaded.iter_settings()}
+    assert settings[setting] == (expected, f"environment: {variable}")
 
 
 @pytest.mark.parametrize(
@@ -82,52 +82,52 @@ def test_what_it_says_becomes_a_setting(load_text, variable, value, setting, exp
         ("FSDP_SHARDING_STRATEGY", "HYBRID_SHARD", "fsdp_reshard_after_forward"),
         ("FSDP_RESHARD_AFTER_FORWARD", "full_shard", "true or false"),
         ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP"),
-        ("FSDP_TRANSFORMER_CLS_TO_WRAP", "Block", "leave out fsdp_transformer_layer_cls_to_wrap"),
+        ("FSDP_TRANSFORMER_CLS_TO_WRAP", "Block", "remove fsdp_transformer_layer_cls_to_wrap"),
         ("FSDP_BACKWARD_PREFETCH", "BACKWARD_POST", "BACKWARD_PRE"),
         ("FSDP_FORWARD_PREFETCH", "true", "fsdp_forward_prefetch: false"),
         ("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT", "SHARDED_STATE_DICT"),
-        ("FSDP_USE_ORIG_PARAMS", "false", "leave it out"),
-        ("FSDP_IGNORED_MODULES", "a.b", "leave out fsdp_ignored_modules"),
+        ("FSDP_USE_ORIG_PARAMS", "false", "remove it"),
+        ("FSDP_IGNORED_MODULES", "a.b", "remove fsdp_ignored_modules"),
         ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true", "set it to false"),
-        ("FSDP_SOMETHING_NEW", "true", "leave it out"),
-        ("ACCELERATE_SOMETHING_NEW", "true", "leave it out"),
+        ("FSDP_SOMETHING_NEW", "true", "remove it from accelerate's configuration"),
+        ("ACCELERATE_SOMETHING_NEW", "true", "remove it from accelerate's configuration"),
         ("ACCELERATE_USE_DEEPSPEED", "true", "distributed_type: FSDP"),
         ("ACCELERATE_USE_MEGATRON_LM", "true", "distributed_type: FSDP"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "leave out parallelism_config"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "remove parallelism_config"),
         ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "INDUCTOR"),
         ("ACCELERATE_CPU_AFFINITY", "1", "enable_cpu_affinity: false"),
         ("ACCELERATE_DEBUG_MODE", "true", "debug: false"),
-        ("ACCELERATE_FP8_BACKEND", "AO", "leave it out"),
+        ("ACCELERATE_FP8_BACKEND", "AO", "remove it from accelerate's configuration"),
         ("ACCELERATE_MIXED_PRECISION", "fp8", "fp8"),
     ],
 )
-def test_what_is_not_obeyed_is_refused_by_name_and_with_a_remedy(refuse, variable, value, remedy):
+def test_values_that_cannot_be_obeyed_are_refused_by_name_with_a_remedy(refuse, variable, value, remedy):
     (problem,) = refuse({}, environ={**SHIPPED, variable: value})
     assert variable in problem
     assert remedy in problem
 
 
-def test_a_compilers_options_count_where_there_is_a_compiler(refuse, load_text):
+def test_options_of_the_compiler_count_only_with_a_compiler(refuse, load_text):
     fullgraph = {**SHIPPED, "ACCELERATE_DYNAMO_USE_FULLGRAPH": "True"}
     assert not load_text({}, environ=fullgraph).config.model.compile
     (problem,) = refuse({}, environ={**fullgraph, "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"})
     assert "ACCELERATE_DYNAMO_USE_FULLGRAPH" in problem
 
 
-def test_variables_of_fsdp_count_only_where_the_launcher_shards(load_text):
+def test_fsdp_variables_count_only_if_the_launcher_uses_fsdp(load_text):
     """Other programs read FSDP_ variables too."""
     assert load_text({}, environ={"FSDP_OFFLOAD_PARAMS": "true", "FSDP_VERSION": "1"}).origins == {}
 
 
-def test_a_run_says_more_than_its_launcher(load_text):
+def test_the_configuration_file_overrides_the_launcher(load_text):
     loaded = load_text({"parallel": {"strategy": "ddp"}, "mixed_precision": "fp16"}, environ=SHIPPED)
     assert (loaded.config.parallel.strategy, loaded.config.train.mixed_precision) == ("ddp", "fp16")
 
 
-def test_every_variable_that_the_launcher_of_many_can_set_has_its_row():
-    """Those of engines that are refused as a whole aside: a new one would be refused, and may well be obeyed."""
+def test_every_variable_that_the_multi_gpu_launcher_sets_has_a_rule():
+    """A variable without a rule is refused. Variables of engines that are refused as a whole are not checked."""
     source = Path(its_launcher.__file__).read_text()
     body = source[source.index("def prepare_multi_gpu_env") : source.index("def prepare_extend_env_parallelism")]
     named = set(re.findall(r'current_env\["((?:ACCELERATE|FSDP)_[A-Z_0-9]+)"\]', body))
-    assert len(named) > 20, "the launcher was read"
+    assert len(named) > 20, "the source of the launcher was parsed"
     assert named - ACCELERATE_RULES.keys() - FSDP_RULES.keys() == set()

@@ -1,4 +1,4 @@
-"""Environment < file < --set < code, each value with its origin; paths start where they were written."""
+"""Precedence is environment < file < --set < code; every value has an origin; paths are relative to their source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from supertuner.config.sources.load import load_config
 from supertuner.core.host import HostFacts
 
 
-def test_each_source_beats_the_one_before(load_text):
+def test_each_source_overrides_the_one_before(load_text):
     environ = {"SUPERTUNER_TRAIN__BATCH_SIZE": "2"}
     tree = {"train": {"batch_size": 3}}
     size = [
@@ -25,7 +25,7 @@ def test_each_source_beats_the_one_before(load_text):
     assert size == [1, 2, 3, 4, 5]
 
 
-def test_origins_say_where_each_value_came_from(load_text):
+def test_every_value_has_an_origin(load_text):
     loaded = load_text(
         {"train_batch_size": 4, "run": {"seed": 1}},
         environ={"ACCELERATE_MIXED_PRECISION": "no", "SUPERTUNER_LOADER__DROP_LAST": "1"},
@@ -76,12 +76,12 @@ def test_a_set_beyond_the_end_of_a_list_is_refused(refuse):
 
 
 @pytest.mark.parametrize("text", ["train.batch_size", "=4", "a..b=1", "[0]=1", "datasets[x].id=1", ""])
-def test_a_set_that_is_no_path_and_value_is_refused_with_an_example(refuse, text):
+def test_a_set_that_is_not_path_and_value_is_refused_with_an_example(refuse, text):
     (problem,) = refuse({}, sets=[text])
     assert "train.batch_size=4" in problem
 
 
-def test_text_from_set_and_environment_becomes_what_the_setting_takes(load_text):
+def test_text_from_set_and_environment_is_converted_to_the_type_of_the_setting(load_text):
     config = load_text(
         {"datasets": [{}]},
         sets=[
@@ -101,13 +101,13 @@ def test_text_from_set_and_environment_becomes_what_the_setting_takes(load_text)
     assert config.memory.overflow.oversubscription_ratio == 3.0
 
 
-def test_text_in_a_file_is_not_taken_for_a_number(refuse):
+def test_text_in_a_file_is_not_converted_to_a_number(refuse):
     (problem,) = refuse({"train": {"batch_size": "4"}})
     assert problem.startswith('train.batch_size: "4" is not allowed; allowed: a whole number from 1')
-    assert problem.endswith("written without quotes")
+    assert problem.endswith("write it without quotes")
 
 
-def test_an_unknown_variable_of_ours_is_refused_with_the_nearest(refuse):
+def test_an_unknown_supertuner_variable_is_refused_with_a_suggestion(refuse):
     (problem,) = refuse({}, environ={"SUPERTUNER_TRAIN__BATCHSIZE": "4", "PATH": "/bin", "SUPERTUNER_RUN__SEED": ""})
     assert problem == (
         "environment: SUPERTUNER_TRAIN__BATCHSIZE: not a setting; did you mean SUPERTUNER_TRAIN__BATCH_SIZE?"
@@ -120,9 +120,7 @@ def test_a_wrong_value_from_the_environment_names_the_variable(refuse):
     assert "GH200_UVM_ACCESS_PATTERN" in problem
 
 
-def test_paths_are_relative_to_the_file_that_holds_them_and_else_to_the_working_folder(
-    load_text, tmp_path, monkeypatch
-):
+def test_paths_in_a_file_are_relative_to_it_and_others_to_the_working_directory(load_text, tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)

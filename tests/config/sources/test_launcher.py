@@ -1,4 +1,4 @@
-"""Processes know their place from a launcher's variables; what would train one run several times is refused."""
+"""Ranks are read from the launcher's variables; processes that would each train the whole run are refused."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def _refusal(environ: dict[str, str]) -> str:
     return str(caught.value)
 
 
-def test_without_a_launcher_a_process_is_alone():
+def test_without_a_launcher_there_is_a_single_process():
     assert read_launcher_environment({}) == SINGLE_PROCESS_ENVIRONMENT
     assert read_launcher_environment({"MASTER_ADDR": "somewhere", "MASTER_PORT": "1"}) == SINGLE_PROCESS_ENVIRONMENT
 
 
-def test_torchruns_variables_say_which_of_how_many():
+def test_ranks_are_read_from_torchruns_variables():
     assert read_launcher_environment(TORCHRUN) == LauncherEnvironment(
         rank=5, world_size=8, local_rank=1, local_world_size=4
     )
@@ -41,7 +41,7 @@ def test_torchruns_variables_say_which_of_how_many():
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_place_that_is_told_by_halves_is_refused(name):
+def test_incomplete_variables_are_refused(name):
     left = {other: value for other, value in TORCHRUN.items() if other != name}
     assert f"{name}: not set" in _refusal(left)
     assert "torchrun" in _refusal(left)
@@ -50,33 +50,33 @@ def test_a_place_that_is_told_by_halves_is_refused(name):
 @pytest.mark.parametrize(
     ("name", "value"), [("RANK", "8"), ("LOCAL_RANK", "4"), ("LOCAL_WORLD_SIZE", "9"), ("RANK", "0"), ("RANK", "-1")]
 )
-def test_numbers_that_cannot_be_are_refused(name, value):
+def test_inconsistent_ranks_are_refused(name, value):
     assert f"{name}" in _refusal({**TORCHRUN, name: value})
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_processes_that_do_not_know_of_each_other_are_refused(name):
+def test_several_processes_without_ranks_are_refused(name):
     assert read_launcher_environment({name: "1"}) == SINGLE_PROCESS_ENVIRONMENT
     assert read_launcher_environment({name: "8", **TORCHRUN}).world_size == 8, (
-        "torchrun was started by it, once on each node"
+        "the launcher started torchrun once on each node"
     )
     message = _refusal({name: "8"})
-    assert "8 processes that do not know of each other" in message
+    assert "started 8 processes without RANK and WORLD_SIZE" in message
     assert "torchrun" in message
 
 
-def test_one_process_where_accelerate_was_asked_for_several_is_refused():
-    """`accelerate launch --cpu --num_processes 2` starts one, without a word."""
+def test_a_single_process_of_accelerate_configured_for_several_is_refused():
+    """`accelerate launch --cpu --num_processes 2` silently starts one process."""
     alone = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}
     assert read_launcher_environment(alone) == SINGLE_PROCESS_ENVIRONMENT
     message = _refusal({**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
-    assert "asked for more than one process, and started this one alone" in message
+    assert "configured for several processes, but started only one" in message
 
 
-def test_a_command_for_one_process_is_refused_where_a_launcher_started_several():
+def test_a_single_process_command_is_refused_if_a_launcher_started_several():
     with pytest.raises(ConfigError) as refused:
         require_single_process(TORCHRUN, "stage")
     assert "start `supertuner stage` without torchrun" in str(refused.value)
-    assert "training stages and encodes by itself" in str(refused.value)
+    assert "`supertuner train` stages and encodes too" in str(refused.value)
     for alone in ({}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, {"RANK": "1", "WORLD_SIZE": "2"}):
         require_single_process(alone, "stage")

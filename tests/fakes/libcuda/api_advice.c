@@ -1,4 +1,4 @@
-/* The driver's calls that advise, prefetch, discard, and tell what was advised: the unified memory of the double.
+/* Driver calls that set advice, prefetch, discard, and read advice back: the unified memory of the fake driver.
  *
  * Two generations: until CUDA 12.1 a destination is a device number, -1 for the CPU; since 12.2 a CUmemLocation. */
 #include "fake.h"
@@ -63,7 +63,7 @@ API CUresult cuMemPrefetchAsync(CUdeviceptr address, size_t nbytes, CUdevice dev
     return cuMemPrefetchAsync_v2(address, nbytes, location_of(device), 0, stream);
 }
 
-/* The batch calls refuse the NULL stream (handles 0 and 1). */
+/* The batch calls reject the NULL stream (handles 0 and 1). */
 static bool is_legacy(CUstream stream) { return (uintptr_t)stream <= 1; }
 
 static CUresult prefetch_batch(const CUdeviceptr *addresses, const size_t *sizes, size_t count, const CUmemLocation *to,
@@ -110,7 +110,7 @@ API CUresult cuMemDiscardAndPrefetchBatchAsync(CUdeviceptr *addresses, size_t *s
          discard_and_prefetch(addresses, sizes, count, to, firsts, destinations, flags, stream), "count=%zu", count);
 }
 
-/* ---- what was advised ---- */
+/* ---- reading advice back ---- */
 
 static int device_of(struct place place) {
     return place.type == AT_DEVICE ? place.id : place.type == AT_NOTHING ? NOBODY : CPU;
@@ -124,7 +124,7 @@ static void list_accessors(int *out, size_t room, uint32_t accessed_by) {
     while (n < room) out[n++] = NOBODY;
 }
 
-/* Only managed memory has readable attributes, says the documentation. */
+/* According to the documentation only managed memory has readable attributes. */
 static CUresult range_attribute(void *data, size_t size, int which, uintptr_t address, size_t nbytes) {
     struct found found;
     if (!size || size % 4 || (which != 3 && size != 4)) return INVALID_VALUE;

@@ -1,7 +1,7 @@
-/* The driver's calls that fill and copy: bytes really move, and both ends are touched by the GPU.
+/* Driver calls that fill and copy: bytes are really written, and the GPU touches both ends.
  *
- * Memory that the GPU cannot reach (system memory, where it is not pageable) may still be one end of a copy: the real
- * driver stages it through pinned memory. It cannot be filled. */
+ * Memory that the GPU cannot access (system memory without pageable access) may still be one end of a copy, because
+ * the real driver stages it through pinned memory. It cannot be filled. */
 #include "fake.h"
 
 #include <string.h>
@@ -11,7 +11,7 @@ static bool reachable(uintptr_t address) {
     return range_at(address, &found) || pageable();
 }
 
-static CUresult inside(uintptr_t address, size_t nbytes) { /* OK unless it runs over the end of a range */
+static CUresult inside(uintptr_t address, size_t nbytes) { /* OK unless it extends beyond the end of a range */
     struct found found;
     return range_at(address, &found) && address + nbytes > found.base + found.nbytes ? INVALID_VALUE : OK;
 }
@@ -38,7 +38,7 @@ static CUresult copy(uintptr_t target, uintptr_t source, size_t nbytes, CUstream
     return OK;
 }
 
-/* Fills of one, two and four bytes, waiting and not. */
+/* Fills of one, two and four bytes, synchronous and asynchronous. */
 #define FILLS(name, type)                                                                     \
     API CUresult name##_v2(CUdeviceptr address, type value, size_t count) {                   \
         CALL(#name, fill(address, &value, sizeof value, count, NULL), "%#llx %zu", address, count); \
@@ -50,7 +50,7 @@ FILLS(cuMemsetD8, unsigned char)
 FILLS(cuMemsetD16, unsigned short)
 FILLS(cuMemsetD32, unsigned int)
 
-/* Copies: the driver tells a pointer's side by its type, which here is all one. */
+/* Copies: the real driver distinguishes them by pointer type; here all are the same. */
 #define COPIES(name, suffix, to, from)                                                                            \
     API CUresult name##suffix(to target, from source, size_t nbytes) {                                            \
         CALL(#name, copy((uintptr_t)target, (uintptr_t)source, nbytes, NULL), "%zu", nbytes);                     \

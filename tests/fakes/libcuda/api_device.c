@@ -1,4 +1,4 @@
-/* The driver's calls about devices, contexts, streams, events and errors. Everything asynchronous is done at once. */
+/* Driver calls for devices, contexts, streams, events and errors. Asynchronous work is done immediately. */
 #include "fake.h"
 
 #include <stdio.h>
@@ -20,10 +20,10 @@ struct event {
 
 static struct context primary[MAX_DEVICES];
 enum { DEEPEST = 16 };
-static _Thread_local struct context *stack[DEEPEST]; /* of this thread: the last is current */
+static _Thread_local struct context *stack[DEEPEST]; /* the contexts of this thread; the last is current */
 static _Thread_local int depth;
 
-/* The two handles that stand for the NULL stream and the per-thread stream. */
+/* The handles of the NULL stream and the per-thread stream. */
 static bool is_builtin(CUstream stream) { return (uintptr_t)stream <= 2; }
 
 static struct context *current(void) { return depth ? stack[depth - 1] : NULL; }
@@ -134,7 +134,7 @@ static CUresult pop(CUcontext *context) {
     if (context) *context = stack[depth];
     return OK;
 }
-static CUresult set_current(CUcontext context) { /* in place of the current one; NULL: none */
+static CUresult set_current(CUcontext context) { /* replaces the current one; NULL: none */
     if (depth) depth--;
     return context ? push(context) : OK;
 }

@@ -1,4 +1,4 @@
-/* The driver's calls that give memory, take it back, and say what an address is. */
+/* Driver calls that allocate and free memory, and describe an address. */
 #include "fake.h"
 
 #include <string.h>
@@ -88,13 +88,14 @@ API CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *nbytes, CUdevice
     CALL("cuMemGetAddressRange", address_range(base, nbytes, address), "%#llx", address);
 }
 
-/* ---- what an address is ---- */
+/* ---- describing an address ---- */
 
-/* One attribute of CUpointer_attribute. Its size is its type's, so it must be written as such. */
+/* One attribute of CUpointer_attribute, written with the size of its type. */
 static CUresult tell(void *out, int which, uintptr_t address, const struct found *found) {
     bool host = found->kind == PINNED || found->kind == REGISTERED;
     switch (which) {
-        case 1: memset(out, 0, sizeof(void *)); return OK;                        /* the context: primary, not told */
+        /* the context: primary, not reported */
+        case 1: memset(out, 0, sizeof(void *)); return OK;
         case 2: *(unsigned *)out = host ? 1 : 2; return OK;                       /* CU_MEMORYTYPE_HOST, _DEVICE */
         case 3: *(CUdeviceptr *)out = address; return OK;                         /* as the device sees it */
         case 4:                                                                   /* as the host sees it */
@@ -119,7 +120,7 @@ API CUresult cuPointerGetAttribute(void *out, int which, CUdeviceptr address) {
     CALL("cuPointerGetAttribute", pointer_attribute(out, which, address), "%d %#llx", which, address);
 }
 
-/* Unlike the one above it does not fail for a pointer that CUDA does not know: everything is then zero. */
+/* Unlike the call above it does not fail for a pointer that CUDA does not know: all values are then zero. */
 static CUresult pointer_attributes(unsigned count, const int *which, void **out, uintptr_t address) {
     struct found found;
     bool known = range_at(address, &found);

@@ -1,5 +1,6 @@
-/* Every driver call passes here: is the driver initialised, did the process fork, does a test want this call to fail.
- * Calls are counted by name; with FAKECUDA_LOG=file each writes one line "name arguments -> result". */
+/* Every driver call passes through here: it checks whether the driver is initialised, whether the process has
+ * forked, and whether a test injected an error. Calls are counted by name; with FAKECUDA_LOG=file each writes one
+ * line "name arguments -> result". */
 #include "fake.h"
 
 #include <fcntl.h>
@@ -13,8 +14,8 @@ struct call {
     struct call *next;
     char name[48];
     atomic_long count;
-    long fail_from, fail_times; /* fails when fail_from <= count < fail_from + fail_times; times 0: for good */
-    CUresult fail_code;         /* OK: does not */
+    long fail_from, fail_times; /* fails when fail_from <= count < fail_from + fail_times; times 0: forever */
+    CUresult fail_code;         /* OK: does not fail */
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -67,7 +68,7 @@ CUresult call_begin(struct call *_Atomic *slot, const char *name, bool needs_ini
     long count = ++call->count;
     if (call->fail_code && count >= call->fail_from && (!call->fail_times || count < call->fail_from + call->fail_times))
         return call->fail_code;
-    /* A CUDA process that forks leaves its child a driver that answers nothing else. */
+    /* After a fork the driver in the child returns only this error. */
     if (forked || (needs_init && !initialised)) return NOT_INITIALIZED;
     return OK;
 }
@@ -81,11 +82,11 @@ CUresult call_end(struct call *call, CUresult result, const char *format, ...) {
     length += vsnprintf(line + length, sizeof line - 32 - (size_t)length, format, arguments);
     va_end(arguments);
     length += snprintf(line + length, sizeof line - (size_t)length, " -> %d\n", result);
-    if (write(log_file, line, (size_t)length) != length) abort(); /* a log with holes would prove nothing */
+    if (write(log_file, line, (size_t)length) != length) abort(); /* an incomplete log would prove nothing */
     return result;
 }
 
-/* A line of the runtime's, in its place among the driver's: copies and launches do not come by here. */
+/* A line of the runtime, in order with the driver's lines: copies and launches do not pass through here. */
 API void fakecuda_said(const char *format, ...) {
     if (log_file < 0) return;
     char line[256];
@@ -99,7 +100,7 @@ API void fakecuda_said(const char *format, ...) {
 
 long call_count(const char *name) { return named(name)->count; }
 
-/* `from` counts from now: 1 is the next call. */
+/* `from` counts from now on: 1 is the next call. */
 void call_fault(const char *name, CUresult code, long from, long times) {
     struct call *call = named(name);
     call->fail_from = call->count + from;

@@ -1,12 +1,12 @@
-/* cuGetProcAddress: which function answers to a name, for a program of a given CUDA version on this driver.
+/* cuGetProcAddress: the function for a name, for a program of a given CUDA version on this driver.
  *
- * The number is the CUDA version in which the function got this signature: one name may have several, and the newest that
- * both the program and the driver know is the answer. */
+ * The number is the CUDA version in which the function received this signature. One name may have several; the
+ * result is the newest that both program and driver support. */
 #include "fake.h"
 
 #include <string.h>
 
-/* Signatures do not matter to a table of addresses. */
+/* A table of addresses needs no signatures. */
 #define DECLARE(version, name, function) extern char function[];
 #define ENTRY(version, name, function) {name, version, function},
 #define ENTRIES(X)                                                                     \
@@ -113,7 +113,7 @@ static CUresult entry_point(const char *name, void **function, int version, int 
     return outcome == FOUND ? OK : NOT_FOUND;
 }
 
-/* No log and no faults here: bindings look up hundreds of names that nobody then calls. */
+/* No log and no faults here: bindings look up hundreds of names that are never called. */
 API CUresult fake_get_proc_address(const char *name, void **function, int version, uint64_t flags, int *status)
     __asm__("cuGetProcAddress_v2");
 API CUresult fake_get_proc_address(const char *name, void **function, int version, uint64_t flags, int *status) {

@@ -1,16 +1,15 @@
-/* A test double of the CUDA driver (libcuda.so.1): what its parts share.
+/* A fake CUDA driver (libcuda.so.1) for tests: declarations that its files share.
  *
- * It keeps an account of pages instead of a GPU: memory is ordinary memory of the process (reserved, not populated), and
- * for each page the double knows where it would be. Calls return what the documentation of CUDA 13 says they return.
- * No CUDA headers: the types below have the driver's ABI.
+ * It tracks pages instead of driving a GPU: memory is ordinary memory of the process (reserved, not populated), and
+ * for each page the fake knows where it would be. Calls return what the documentation of CUDA 13 specifies. There
+ * are no CUDA headers: the types below have the driver's ABI.
  *
- *   calls.c      every call passes here: initialised? forked? made to fail by a test? counted, and written to the log
- *   machine.c    which machine is pretended: profiles and device attributes, from FAKECUDA_* in the environment
- *   pages.c      ranges, pages, and the rules by which pages move
- *   api_device.c, api_memory.c, api_advice.c, api_copy.c    the driver's calls, each a few lines over the parts above
+ *   calls.c      every call passes through here: initialised? forked? injected error? counted, and written to the log
+ *   machine.c    the emulated machine: profiles and device attributes, from FAKECUDA_* in the environment
+ *   pages.c      ranges, pages, and the rules of page migration
+ *   api_device.c, api_memory.c, api_advice.c, api_copy.c    the driver calls, each a few lines over the files above
  *   entry.c      cuGetProcAddress: name and version -> function. A new call needs a line there.
- *   testing.c    what only tests call: fakecuda_*
- */
+ *   testing.c    functions that only tests call: fakecuda_* */
 #ifndef FAKE_H
 #define FAKE_H
 
@@ -52,7 +51,7 @@ enum { MAX_DEVICES = 8 };
 
 /* ---- calls.c ---- */
 
-/* One driver call, by its name without the version: cuMemFree_v2 is "cuMemFree", for faults, counts and the log. */
+/* One driver call by its name without the version: cuMemFree_v2 is "cuMemFree" for faults, counts and the log. */
 struct call;
 CUresult call_begin(struct call *_Atomic *slot, const char *name, bool needs_init);
 CUresult call_end(struct call *call, CUresult result, const char *format, ...) __attribute__((format(printf, 3, 4)));
@@ -61,7 +60,7 @@ void call_fault(const char *name, CUresult code, long from, long times);
 void calls_reset(void);
 void calls_initialised(void);
 
-/* The body of a driver call: `does` runs unless a test wants the call to fail. The rest is what the log says of it. */
+/* The body of a driver call: `does` runs unless a test injected an error. The remaining arguments are for the log. */
 #define CALL_AS(name, needs_init, does, ...)                         \
     do {                                                             \
         static struct call *_Atomic slot;                            \
@@ -78,10 +77,10 @@ struct machine {
     const char *profile, *name;
     int devices, driver_version, host_nodes;
     size_t gpu_bytes, page_bytes;
-    bool one_pool; /* CPU and GPU share their memory: nothing moves, nothing is evicted */
+    bool one_pool; /* CPU and GPU share one memory: nothing moves, nothing is evicted */
 };
 const struct machine *machine(void);
-int attribute(int which); /* the same for every device, but for those that name it */
+int attribute(int which); /* the same for every device, except those that name it */
 bool device_exists(int device);
 bool concurrent_managed(void);
 bool pageable(void);
@@ -89,7 +88,7 @@ bool pageable(void);
 /* ---- pages.c: every function takes the one lock itself ---- */
 
 enum kind { DEVICE, MANAGED, PINNED, REGISTERED, SYSTEM };
-struct found { /* what is known of an address */
+struct found { /* the known facts about an address */
     enum kind kind;
     int device;
     uintptr_t base;
@@ -98,7 +97,7 @@ struct found { /* what is known of an address */
 struct place {
     int8_t type, id; /* AT_… and its number; a page that was never touched is AT_NOTHING */
 };
-struct summary { /* what holds for all pages of a range, as cuMemRangeGetAttribute tells it */
+struct summary { /* the values common to all pages of a range, as cuMemRangeGetAttribute returns them */
     struct place preferred, last_prefetch;
     uint32_t accessed_by; /* one bit for each device, HOST_BIT for the CPU */
     bool read_mostly;
@@ -109,7 +108,7 @@ CUresult range_new(enum kind kind, int device, size_t nbytes, uintptr_t *address
 CUresult range_adopt(uintptr_t address, size_t nbytes, int device); /* cuMemHostRegister */
 CUresult range_free(uintptr_t address, enum kind kind);             /* DEVICE frees MANAGED too, as cuMemFree does */
 bool range_at(uintptr_t address, struct found *found);
-CUresult range_movable(uintptr_t address, size_t nbytes); /* OK: managed, or system memory that the GPU reaches */
+CUresult range_movable(uintptr_t address, size_t nbytes); /* OK: managed, or system memory that the GPU can access */
 
 void pages_advise(uintptr_t address, size_t nbytes, int advice, struct place place);
 CUresult pages_prefetch(uintptr_t address, size_t nbytes, struct place place);
@@ -125,7 +124,7 @@ void pages_reset(void);
 
 /* ---- api_device.c ---- */
 
-int current_device(void); /* of the calling thread; -1: it has no context */
+int current_device(void); /* of the calling thread; -1: no context */
 CUresult stream_device(CUstream stream, int *device);
 
 #endif

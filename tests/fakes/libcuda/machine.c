@@ -1,8 +1,8 @@
-/* Which machine is pretended. FAKECUDA_PROFILE picks a row; FAKECUDA_HBM, _DEVICES, _DRIVER, _NAME, _PAGE (bytes;
- * the host's) and _ATTR ("89=0,131=2") change it.
+/* The emulated machine. FAKECUDA_PROFILE selects a row; FAKECUDA_HBM, _DEVICES, _DRIVER, _NAME, _PAGE (bytes of a
+ * host page) and _ATTR ("89=0,131=2") change it.
  *
- * A zero where a real GPU has a number shows up as a division by zero far away, so the attributes are those of a real
- * Hopper (sm_90), as far as they are published; unlisted ones are zero there too, or of no use to anybody here. */
+ * A zero where a real GPU has a number causes a division by zero elsewhere, so the attributes are those of a real
+ * Hopper (sm_90) as far as they are published. Unlisted attributes are zero there as well, or unused here. */
 #include "fake.h"
 
 #include <stdio.h>
@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 enum { ATTRIBUTES = 192 };
-enum { /* those that profiles change, by the names of CUdevice_attribute */
+enum { /* attributes that profiles change, with the names of CUdevice_attribute */
     CLOCK_RATE = 13,
     MULTIPROCESSOR_COUNT = 16,
     INTEGRATED = 18,
@@ -65,10 +65,10 @@ struct change {
 static const struct profile {
     const char *profile, *name;
     bool one_pool;
-    struct change changes[16]; /* from Hopper; ends at 0 */
+    struct change changes[16]; /* differences from Hopper; terminated by 0 */
 } profiles[] = {
     {"gh200", "NVIDIA GH200 480GB", false, {{0, 0}}},
-    /* One pool: the GPU's memory is no NUMA node of its own, and there is no link to cross. */
+    /* One pool: GPU memory is not a separate NUMA node, and there is no link. */
     {"gb10", "NVIDIA GB10", true,
      {{CAPABILITY_MAJOR, 12}, {CAPABILITY_MINOR, 1}, {INTEGRATED, 1}, {MULTIPROCESSOR_COUNT, 48}, {CLOCK_RATE, 2418000},
       {GLOBAL_MEMORY_BUS_WIDTH, 256}, {L2_CACHE_SIZE, 25165824}, {MAX_THREADS_PER_MULTIPROCESSOR, 1536},

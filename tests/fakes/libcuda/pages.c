@@ -1,13 +1,14 @@
-/* Ranges, pages, and the rules by which pages move.
+/* Ranges, pages, and the rules of page migration.
  *
- *   device memory   is on its GPU from birth, and is never moved
- *   managed memory  is populated where it is first touched or prefetched to, moves on touches and prefetches, and is
- *                   evicted to the host, least recently used first, when its GPU is full
- *   system memory   is not ours: it is known by what the GPU did with it. It moves to the GPU and is never evicted
- *   pinned memory   is in host memory
+ * - Device memory is on its GPU from the start and never moves.
+ * - Managed memory is populated where it is first touched or prefetched to, migrates on touches and prefetches, and is
+ *   evicted to the host, least recently used first, when its GPU is full.
+ * - System memory is not allocated here and known only by what the GPU did with it. It migrates to the GPU and is never
+ *   evicted.
+ * - Pinned memory is in host memory.
  *
- * Ranges are in a balanced tree (100,000 of them must not be slow), managed pages in an array for each range, system
- * pages in a hash table. One lock for all. */
+ * Ranges are in a balanced tree (100,000 of them must not be slow), managed pages in an array per range, system
+ * pages in a hash table. One lock guards everything. */
 #define _GNU_SOURCE
 #include "fake.h"
 
@@ -19,11 +20,11 @@
 #include <unistd.h>
 
 struct page {
-    struct page *newer, *older; /* in its GPU's list of what may be evicted; NULL: not in a list */
+    struct page *newer, *older; /* in its GPU's list of evictable pages; NULL: not in a list */
     struct place home, preferred, last_prefetch;
     uint32_t accessed_by;
     bool read_mostly;
-    bool counted; /* in the account of its GPU, or of the pool */
+    bool counted; /* counted in the memory of its GPU, or of the pool */
 };
 struct range {
     uintptr_t base;
@@ -58,18 +59,19 @@ static size_t rounded(size_t nbytes) {
     size_t page = machine()->page_bytes;
     return (nbytes + page - 1) / page * page;
 }
-/* A pool that CPU and GPU share is one account, whoever asks. */
+/* A pool that CPU and GPU share is counted once, for every device. */
 static int account(int device) { return machine()->one_pool ? 0 : device; }
 
 /* ---- ranges ---- */
 
-/* Ranges never overlap, so "overlaps" can stand for "equal": a search for one byte finds the range around it. */
+/* Ranges never overlap, so the comparison "overlaps" serves as "equal": a search for one byte finds the range that
+ * contains it. */
 static int by_address(const void *a, const void *b) {
     const struct range *x = a, *y = b;
     return x->base + x->nbytes <= y->base ? -1 : y->base + y->nbytes <= x->base ? 1 : 0;
 }
 
-static struct range *latest; /* most look-ups go where the last one went */
+static struct range *latest; /* most look-ups have the same result as the last one */
 
 static struct range *range_around(uintptr_t address) {
     if (latest && address - latest->base < latest->nbytes) return latest;
@@ -111,7 +113,7 @@ static void make_newest(struct page *page, int device) {
     end->older = page;
 }
 
-static void leave(struct page *page) { /* its home, and with it the GPU's account */
+static void leave(struct page *page) { /* its location, and with it the memory count of the GPU */
     if (page->counted) used[account(page->home.id)] -= machine()->page_bytes;
     page->counted = false;
     unlist(page);
@@ -148,8 +150,9 @@ static void grow_system_table(void) {
     free(old);
 }
 
-/* The process may have given system memory back without telling us; what the kernel no longer has is nowhere.
- * (Memory that was given back and taken again for something else passes for the old one: tests forget all between them.) */
+/* The process may have freed system memory without the driver seeing it; a page that the kernel no longer has is
+ * nowhere. (Memory that was freed and allocated again for something else is mistaken for the old memory: tests reset
+ * everything between them.) */
 static void forget_system_pages(bool all) {
     for (size_t i = 0; i < system_buckets; i++)
         for (struct system_page **link = &system_pages[i]; *link;) {
@@ -188,7 +191,7 @@ static struct page *system_page(uintptr_t address) {
     return &entry->page;
 }
 
-/* NULL: memory whose pages do not move. `system` says whose page it is. */
+/* NULL: memory whose pages do not move. `system` returns whether the page is system memory. */
 static struct page *page_at(uintptr_t address, bool *system) {
     struct range *range = range_around(address);
     *system = !range;
@@ -196,13 +199,14 @@ static struct page *page_at(uintptr_t address, bool *system) {
     return pageable() ? system_page(address) : NULL;
 }
 
-/* System pages must exist to the kernel when they are placed: what it never saw, `in_core` would call dead. */
+/* System pages must exist in the kernel when they are placed: `in_core` would treat a page that the kernel never saw
+ * as freed. */
 static void populate(uintptr_t address) {
     volatile unsigned char *byte = (volatile unsigned char *)address;
     *byte = *byte;
 }
 
-static bool swept; /* during this call: looking again would find nothing new, and takes its time */
+static bool swept; /* during this call: a second query would find nothing new, and takes time */
 
 static void enter(void) {
     pthread_mutex_lock(&lock);
@@ -227,7 +231,7 @@ static bool make_room(int device, size_t nbytes) {
     return true;
 }
 
-/* In one pool a page that exists is where everything is: it only costs room when it comes to be. */
+/* In one pool an existing page is where everything is: it only takes memory when it is populated. */
 static bool move_in_pool(struct page *page, bool system) {
     if (page->home.type != AT_NOTHING || system) return true;
     if (!make_room(0, machine()->page_bytes)) return false;
@@ -260,11 +264,11 @@ static bool move(struct page *page, struct place to, bool system) {
     for (uintptr_t at = page_number(address) * machine()->page_bytes; at < (address) + (nbytes); \
          at += machine()->page_bytes)
 
-/* ---- what the rest of the double calls ---- */
+/* ---- called by the other files of the fake driver ---- */
 
 static CUresult range_make(enum kind kind, int device, size_t nbytes, uintptr_t *address) {
     if (kind == DEVICE && !make_room(device, rounded(nbytes))) return OUT_OF_MEMORY;
-    /* Without concurrent access nothing is evicted on a fault: managed memory must fit from the start. */
+    /* Without concurrent access nothing is evicted on a fault: managed memory must fit when it is allocated. */
     bool must_fit = kind == MANAGED && !concurrent_managed();
     if (must_fit && used[account(device)] + rounded(nbytes) > machine()->gpu_bytes) return OUT_OF_MEMORY;
     struct range *range = calloc(1, sizeof *range);
@@ -344,7 +348,7 @@ void pages_advise(uintptr_t address, size_t nbytes, int advice, struct place pla
     pthread_mutex_lock(&lock);
     EACH_PAGE(at, address, nbytes) {
         struct page *page = page_at(at, &system);
-        /* Through the host's page tables a GPU has no mappings and no copies of its own: such advice has no effect. */
+        /* With the host's page tables a GPU has no separate mappings or copies: such advice has no effect. */
         bool without_effect = system && attribute(100) && advice != 3 && advice != 4;
         if (!page || without_effect) continue;
         switch (advice) {
@@ -384,15 +388,16 @@ void pages_discard(uintptr_t address, size_t nbytes) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Where a page goes when `device` uses it (CPU: the host). Preferred locations and mappings keep pages where they are,
- * as long as the user can reach them there: a GPU reaches host memory, a CPU the GPU's only with direct access. */
+/* Where a page is after `device` uses it (CPU: the host). Preferred locations and mappings keep pages in place as
+ * long as the user can access them there: a GPU can access host memory, a CPU can access GPU memory only with direct
+ * access. */
 static struct place attracted(const struct page *page, int device, bool system) {
     bool cpu = device == CPU, direct = attribute(101) || machine()->one_pool || system;
     struct place here = cpu ? (struct place){AT_HOST, 0} : (struct place){AT_DEVICE, (int8_t)device};
     bool reachable = page->preferred.type != AT_DEVICE || (cpu ? direct : page->preferred.id == device);
     if (page->home.type == AT_NOTHING) return page->preferred.type != AT_NOTHING && reachable ? page->preferred : here;
     if (cpu) return on_gpu(page) && !direct ? here : page->home;
-    bool mapped = page->accessed_by & 1u << device; /* peers reach each other's memory, too */
+    bool mapped = page->accessed_by & 1u << device; /* peer GPUs can access each other's memory */
     bool preferred = same(page->home, page->preferred) || page->preferred.type == AT_HOST;
     return mapped || (!on_gpu(page) && preferred) ? page->home : here;
 }
@@ -405,7 +410,7 @@ void pages_touch(uintptr_t address, size_t nbytes, int device) {
         if (!page) continue;
         struct place place = attracted(page, device, system);
         if (system) populate(at < address ? address : at);
-        /* A full GPU does not fail a touch: the page is used where it is. */
+        /* A full GPU does not fail a touch: the page is used in place. */
         if (!move(page, place, system) && page->home.type == AT_NOTHING) move(page, (struct place){AT_HOST, 0}, system);
     }
     pthread_mutex_unlock(&lock);

@@ -1,9 +1,9 @@
-/* What only tests call: looking into the double, and making it fail. */
+/* Functions for tests: inspecting the fake driver and injecting errors. */
 #include "fake.h"
 
 #include <errno.h>
 
-/* Homes as device numbers: a GPU, -1 the host, -2 nowhere. */
+/* Locations as device numbers: a GPU, -1 the host, -2 not populated. */
 static struct place home(int device) {
     return (struct place){device >= 0 ? AT_DEVICE : device == CPU ? AT_HOST : AT_NOTHING, (int8_t)(device < 0 ? 0 : device)};
 }
@@ -16,13 +16,13 @@ API size_t fakecuda_hbm_used(int device) { return gpu_used(device); }
 API void fakecuda_fault(const char *name, int code, long from, long times) { call_fault(name, code, from, times); }
 API long fakecuda_calls(const char *name) { return call_count(name); }
 
-/* Forgets faults, counts, and which system memory was on a GPU. Memory that was taken stays taken. */
+/* Resets faults, counts, and which system memory was on a GPU. Allocated memory stays allocated. */
 API void fakecuda_reset(void) {
     calls_reset();
     pages_reset();
 }
 
-/* What the host did with managed memory, which the double cannot see. */
+/* The host used managed memory, which the fake driver cannot observe. */
 API void fakecuda_host_touch(uintptr_t address, size_t nbytes) { pages_touch(address, nbytes, CPU); }
 API void fakecuda_gpu_touch(uintptr_t address, size_t nbytes, int device) { pages_touch(address, nbytes, device); }
 

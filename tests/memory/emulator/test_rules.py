@@ -1,4 +1,6 @@
-"""What only the software superchip can be asked: pages under pressure against an oracle, counters, copies."""
+"""Tests of the software superchip beyond the contract: evictions against an oracle, access counters, read
+duplicates.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ SMALL = replace(GH200, gpu_bytes=8 * BLOCK)
 
 
 class LruOracle:
-    """Least recently used, one page and one block at a time, in the most obvious way."""
+    """Least-recently-used eviction, one page and one block at a time, in the simplest way."""
 
     def __init__(self, capacity_pages: int, block_pages: int, hits_refresh: bool) -> None:
         self.capacity, self.block_pages, self.hits_refresh = capacity_pages, block_pages, hits_refresh
@@ -42,7 +44,7 @@ class LruOracle:
         self.at_host: set[tuple[int, int]] = set()
 
     def touch(self, region: int, first: int, last: int) -> None:
-        """The GPU uses pages [first, last), in order; a block's pages arrive together."""
+        """The GPU uses pages [first, last) in order; the pages of a block arrive together."""
         for block in range(first // self.block_pages, (last - 1) // self.block_pages + 1):
             begin, end = max(first, block * self.block_pages), min(last, (block + 1) * self.block_pages)
             self._touch_block((region, block), range(begin, end))
@@ -84,10 +86,10 @@ OPERATION = st.tuples(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(OPERATION, min_size=1, max_size=25), st.booleans(), st.booleans(), st.integers(33, 200))
-def test_eviction_is_that_of_an_oracle_page_by_page(
+def test_evictions_equal_those_of_an_oracle_page_by_page(
     operations: list[tuple[str, int, float, float]], hits_refresh: bool, host_is_short: bool, capacity: int
 ) -> None:
-    """Where the host may run short the model goes block by block, and otherwise all at once: both must agree."""
+    """If host memory may run out the model works block by block, otherwise in one sweep: both must agree."""
     figures = replace(GH200, gpu_bytes=capacity * PAGE, host_bytes=sum(REGION_PAGES) * PAGE)
     model = EmulatedSuperchip(figures, parameters=EmulatorParameters(hits_refresh=hits_refresh))
     if host_is_short:
@@ -115,7 +117,7 @@ def test_eviction_is_that_of_an_oracle_page_by_page(
     assert model.free_bytes(0) == capacity * PAGE - sum(map(len, oracle.blocks.values())) * PAGE
 
 
-def test_a_sweep_one_block_larger_than_the_gpu_misses_everything_every_time() -> None:
+def test_a_cyclic_pass_one_block_larger_than_the_gpu_always_misses() -> None:
     model = EmulatedSuperchip(SMALL)
     span = managed(model, 9 * BLOCK)
     model.touch(span, GPU)
@@ -124,7 +126,7 @@ def test_a_sweep_one_block_larger_than_the_gpu_misses_everything_every_time() ->
     assert model.traffic.to_device_bytes - before == 9 * BLOCK
 
 
-def test_a_sweep_there_and_back_keeps_what_fits() -> None:
+def test_a_pass_forward_and_back_hits_what_fits() -> None:
     model = EmulatedSuperchip(SMALL)
     span = managed(model, 12 * BLOCK)
     blocks = [AddressRange(span.address + i * BLOCK, BLOCK) for i in range(12)]
@@ -136,7 +138,7 @@ def test_a_sweep_there_and_back_keeps_what_fits() -> None:
     assert model.traffic.to_device_bytes - before == 4 * BLOCK
 
 
-def test_managed_memory_with_no_room_at_all_is_used_over_the_link() -> None:
+def test_managed_memory_without_any_room_is_used_over_the_link() -> None:
     model = EmulatedSuperchip(SMALL)
     model.allocate(MemoryKind.DEVICE, 8 * BLOCK)
     span = managed(model, 2 * BLOCK)
@@ -146,7 +148,7 @@ def test_managed_memory_with_no_room_at_all_is_used_over_the_link() -> None:
     assert model.read(AddressRange(span.address, 3)) == bytes([7] * 3)
 
 
-def test_a_block_larger_than_what_is_left_of_the_gpu_is_split() -> None:
+def test_a_block_larger_than_the_free_gpu_memory_is_split() -> None:
     model = EmulatedSuperchip(SMALL)
     model.allocate(MemoryKind.DEVICE, 8 * BLOCK - 5 * PAGE)
     span = managed(model, 2 * BLOCK)
@@ -158,7 +160,7 @@ def test_a_block_larger_than_what_is_left_of_the_gpu_is_split() -> None:
 # ── access counters ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_system_memory_follows_after_the_threshold_of_accesses_and_not_before() -> None:
+def test_system_memory_migrates_once_the_access_threshold_is_reached() -> None:
     model = EmulatedSuperchip(SMALL)
     span = system(model, 2 * BLOCK)
     model.touch(span, HOST, write=True)
@@ -167,11 +169,11 @@ def test_system_memory_follows_after_the_threshold_of_accesses_and_not_before() 
         model.touch(first, GPU, accesses=1)
     assert model.resident_pages(span) == {HOST: 64}
     model.touch(first, GPU, accesses=1)
-    assert model.resident_pages(span) == {GPU: 32, HOST: 32}, "the whole block follows, and no other"
+    assert model.resident_pages(span) == {GPU: 32, HOST: 32}, "exactly the whole block migrates"
     assert model.traffic.counter_migrations == 1
 
 
-def test_managed_memory_that_is_mapped_for_the_gpu_is_read_in_place_until_its_counter_is_full() -> None:
+def test_mapped_managed_memory_is_read_in_place_until_its_counter_is_full() -> None:
     model = EmulatedSuperchip(SMALL)
     span = managed(model, BLOCK)
     model.prefetch([span], HOST)
@@ -191,7 +193,7 @@ def test_the_threshold_is_a_parameter() -> None:
     assert model.resident_pages(span) == {GPU: 32}
 
 
-def test_system_memory_that_prefers_the_host_does_not_follow() -> None:
+def test_system_memory_that_prefers_the_host_does_not_migrate() -> None:
     model = EmulatedSuperchip(SMALL)
     span = system(model, BLOCK)
     model.advise(span, MemoryAdvice.PREFERRED_LOCATION, HOST)
@@ -203,7 +205,7 @@ def test_system_memory_that_prefers_the_host_does_not_follow() -> None:
 # ── copies ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_read_mostly_memory_is_copied_by_reads_and_one_again_after_a_write() -> None:
+def test_read_mostly_memory_is_duplicated_by_reads_and_single_after_a_write() -> None:
     model = EmulatedSuperchip(SMALL)
     span = managed(model, BLOCK)
     model.touch(span, HOST, write=True)
@@ -213,7 +215,7 @@ def test_read_mostly_memory_is_copied_by_reads_and_one_again_after_a_write() -> 
     assert model.free_bytes(0) == 7 * BLOCK
     down = model.traffic.to_host_bytes
     model.touch(span, HOST)
-    assert model.traffic.to_host_bytes == down, "the host has its own copy"
+    assert model.traffic.to_host_bytes == down, "the host already has a copy"
     model.touch(span, HOST, write=True)
     assert model.resident_pages(span) == {HOST: 32}
     assert model.free_bytes(0) == 8 * BLOCK
@@ -223,7 +225,7 @@ def test_read_mostly_memory_is_copied_by_reads_and_one_again_after_a_write() -> 
     assert model.resident_pages(span) == {GPU: 32}
 
 
-def test_evicting_a_copy_moves_nothing() -> None:
+def test_evicting_a_duplicate_transfers_nothing() -> None:
     model = EmulatedSuperchip(SMALL)
     span = managed(model, 4 * BLOCK)
     model.touch(span, HOST, write=True)
@@ -235,7 +237,7 @@ def test_evicting_a_copy_moves_nothing() -> None:
 
 
 @pytest.mark.parametrize(("preferred", "where"), [(HOST, HOST), (GPU, GPU)])
-def test_copies_that_are_no_longer_wanted_become_one(preferred: object, where: object) -> None:
+def test_duplicates_become_one_without_read_mostly(preferred: object, where: object) -> None:
     model = EmulatedSuperchip(SMALL)
     span = managed(model, BLOCK)
     model.touch(span, HOST, write=True)
@@ -246,10 +248,10 @@ def test_copies_that_are_no_longer_wanted_become_one(preferred: object, where: o
     assert model.resident_pages(span) == {where: 32}
 
 
-# ── the host's side ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── host memory ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_on_a_superchip_the_host_uses_managed_memory_on_the_gpu_in_place_and_a_card_sends_it_home() -> None:
+def test_the_host_uses_gpu_memory_in_place_on_a_superchip_and_migrates_it_on_a_card() -> None:
     for figures, where in ((SMALL, GPU), (replace(SMALL, ats=False), HOST)):
         model = EmulatedSuperchip(figures)
         span = managed(model, BLOCK)
@@ -257,10 +259,10 @@ def test_on_a_superchip_the_host_uses_managed_memory_on_the_gpu_in_place_and_a_c
         assert model.read(AddressRange(span.address, 1)) == bytes([3])
         assert model.resident_pages(AddressRange(span.address, PAGE)) == {where: 1}
         assert model.resident_pages(AddressRange(span.address + PAGE, PAGE)) == {GPU: 1}, "a page that was not read"
-        assert model.traffic.to_host_bytes == PAGE, "over the link either way"
+        assert model.traffic.to_host_bytes == PAGE, "over the link in both cases"
 
 
-def test_memory_that_prefers_the_gpu_is_born_there_even_if_the_host_is_first() -> None:
+def test_memory_that_prefers_the_gpu_is_populated_there_even_if_the_host_uses_it_first() -> None:
     model = EmulatedSuperchip(SMALL)
     span = managed(model, BLOCK)
     model.advise(span, MemoryAdvice.PREFERRED_LOCATION, GPU)
@@ -268,7 +270,7 @@ def test_memory_that_prefers_the_gpu_is_born_there_even_if_the_host_is_first() -
     assert model.resident_pages(span) == {GPU: 32}
 
 
-def test_the_hosts_memory_is_finite_too() -> None:
+def test_host_memory_is_finite() -> None:
     model = EmulatedSuperchip(replace(SMALL, host_bytes=2 * BLOCK))
     span = managed(model, 4 * BLOCK)
     model.fill(span, 1)
@@ -277,7 +279,7 @@ def test_the_hosts_memory_is_finite_too() -> None:
     assert model.free_bytes(0) == 4 * BLOCK
 
 
-def test_a_pool_that_is_full_refuses_instead_of_hanging() -> None:
+def test_a_full_pool_raises() -> None:
     model = EmulatedSuperchip(replace(EmulatedMachine.from_spec(MACHINES["gb10"]), gpu_bytes=4 * BLOCK))
     span = managed(model, 6 * BLOCK)
     refuses(OUT_OF_MEMORY, model.fill, span, 1)
@@ -288,16 +290,16 @@ def test_a_pool_that_is_full_refuses_instead_of_hanging() -> None:
     assert model.free_bytes(0) == 4 * BLOCK
 
 
-# ── memory from elsewhere ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── foreign memory ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_memory_that_the_process_has_from_elsewhere_is_hinted_where_the_gpu_reads_it() -> None:
+def test_foreign_memory_of_the_process_can_be_hinted_where_the_gpu_reads_it() -> None:
     array = np.zeros(3 * BLOCK, np.uint8)
     start = -(-array.ctypes.data // PAGE) * PAGE
     span = AddressRange(start, 2 * BLOCK)
     model = EmulatedSuperchip(SMALL)
     assert model.memory_kind_at(start) is MemoryKind.SYSTEM
-    assert model.locate([start]) == [None], "nobody told the model of it yet"
+    assert model.locate([start]) == [None], "the model does not know it yet"
     model.prefetch([span], GPU)
     assert model.resident_pages(span) == {GPU: 64}
     assert model.locate([start, start + 2 * BLOCK - 1]) == [1, 1]
@@ -308,7 +310,7 @@ def test_memory_that_the_process_has_from_elsewhere_is_hinted_where_the_gpu_read
     refuses(INVALID_VALUE, model.fill, span, 1)
 
 
-def test_memory_beyond_the_end_of_an_allocation_is_not_of_its_kind() -> None:
+def test_memory_beyond_the_end_of_an_allocation_does_not_have_its_kind() -> None:
     model = EmulatedSuperchip(SMALL)
     address = model.allocate(MemoryKind.DEVICE, BLOCK + 1)
     model.allocate(MemoryKind.DEVICE, BLOCK)
@@ -316,10 +318,10 @@ def test_memory_beyond_the_end_of_an_allocation_is_not_of_its_kind() -> None:
     assert model.memory_kind_at(address + BLOCK + 1) is MemoryKind.SYSTEM
 
 
-# ── what is refused ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_homes_that_do_not_exist_are_refused() -> None:
+def test_locations_that_do_not_exist_are_refused() -> None:
     model = EmulatedSuperchip(SMALL)
     span = managed(model, BLOCK)
     prefer, accessed = MemoryAdvice.PREFERRED_LOCATION, MemoryAdvice.ACCESSED_BY
@@ -331,7 +333,7 @@ def test_homes_that_do_not_exist_are_refused() -> None:
     assert model.preferred_location(span) == HostNumaLocation(0)
 
 
-def test_nothing_is_done_of_a_prefetch_of_which_a_part_is_refused() -> None:
+def test_a_partly_refused_prefetch_does_nothing() -> None:
     model = EmulatedSuperchip(SMALL)
     good, bad = managed(model, BLOCK), AddressRange(model.allocate(MemoryKind.DEVICE, BLOCK), BLOCK)
     refuses(INVALID_VALUE, model.prefetch, [good, bad], GPU)
@@ -364,7 +366,7 @@ def test_every_machine_of_the_table_is_modelled_at_its_full_size(key: str) -> No
     assert model.devices()[0].total_bytes == MACHINES[key].gpu_bytes.value
 
 
-def test_threads_that_evict_each_other_keep_the_account_exact() -> None:
+def test_counts_stay_exact_when_threads_evict_each_others_memory() -> None:
     model = EmulatedSuperchip(SMALL)
     spans = [managed(model, 6 * BLOCK) for _ in range(4)]
     interval = sys.getswitchinterval()
@@ -376,13 +378,15 @@ def test_threads_that_evict_each_other_keep_the_account_exact() -> None:
         sys.setswitchinterval(interval)
     on_gpu = sum(model.resident_pages(span).get(GPU, 0) for span in spans)
     assert on_gpu * PAGE == 8 * BLOCK - model.free_bytes(0) == 8 * BLOCK
-    assert model.traffic.to_host_bytes == model.traffic.to_device_bytes + 16 * BLOCK, "24 blocks were born on the GPU"
+    assert model.traffic.to_host_bytes == model.traffic.to_device_bytes + 16 * BLOCK, (
+        "24 blocks were populated on the GPU"
+    )
 
 
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_faults_come_from_the_call_they_are_planned_for_as_often_as_planned() -> None:
+def test_injected_faults_begin_at_the_planned_call_and_repeat_as_planned() -> None:
     model = EmulatedSuperchip(
         SMALL, faults=FaultPlan((InjectedFault("free_bytes", "CUDA_ERROR_UNKNOWN", first=2, times=2),))
     )
@@ -395,7 +399,7 @@ def test_faults_come_from_the_call_they_are_planned_for_as_often_as_planned() ->
     assert answers == ["True", "CUDA_ERROR_UNKNOWN", "CUDA_ERROR_UNKNOWN", "True", "True"]
 
 
-def test_a_fault_that_cuda_does_not_have_is_a_mistake_of_the_test() -> None:
+def test_an_unknown_error_name_cannot_be_injected() -> None:
     with pytest.raises(AssertionError):
         InjectedFault("free", "CUDA_ERROR_TYPO")
 

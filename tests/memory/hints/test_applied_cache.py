@@ -1,4 +1,4 @@
-"""A repeated hint is a look-up, and nothing is remembered of memory that may be another's by now."""
+"""A repeated hint is a look-up, and nothing is remembered about memory that may belong to another tensor."""
 
 from __future__ import annotations
 
@@ -17,34 +17,36 @@ from tests.memory.tensors import PAGE, DriverMemory, host_tensor, superchip
 GPU = GpuLocation(0)
 
 
-def out_of_order(driver: EmulatedSuperchip) -> None:
-    """From now on the driver fails at everything: whoever succeeds did not ask it."""
+def break_driver(driver: EmulatedSuperchip) -> None:
+    """Let every driver call fail from now on, so that a hint that succeeds did not call it."""
     for verb in ("memory_kind_at", "advise", "prefetch", "preferred_location", "last_prefetch_location"):
         driver.inject_fault(InjectedFault(verb, "CUDA_ERROR_UNKNOWN", times=1000))
 
 
-def test_a_repeated_hint_does_not_ask_the_driver() -> None:
+def test_a_repeated_hint_does_not_call_the_driver() -> None:
     driver = superchip()
     hints, tensor = ResidencyHints(driver), DriverMemory(driver, MemoryKind.MANAGED).tensor()
     first = [hints.prefer_cpu(tensor), hints.prefetch(tensor)]
-    out_of_order(driver)
+    break_driver(driver)
     assert [hints.prefer_cpu(tensor), hints.prefetch(tensor)] == first
     assert hints.prefer_cpu(tensor[:]) == first[0]
     assert hints.prefer_cpu(tensor[:-1]).status is HintStatus.ERROR
 
 
-def test_memory_that_was_freed_and_given_to_another_tensor_is_hinted_anew() -> None:
-    """As a caching allocator does it: the same address, another storage, and the driver saw neither end nor start."""
+def test_memory_that_another_tensor_reuses_is_hinted_again() -> None:
+    """Like a caching allocator: the same address with another storage, and the driver saw neither free nor
+    allocation.
+    """
     driver = superchip()
     memory, hints = DriverMemory(driver, MemoryKind.MANAGED), ResidencyHints(driver)
     first = memory.tensor()
     assert hints.prefer_cpu(first).status is HintStatus.APPLIED
     del first
-    out_of_order(driver)
+    break_driver(driver)
     assert hints.prefer_cpu(memory.tensor()).status is HintStatus.ERROR
 
 
-def test_memory_of_malloc_that_comes_again_is_hinted_anew() -> None:
+def test_memory_that_malloc_returns_again_is_hinted_again() -> None:
     driver = superchip()
     hints, seen = ResidencyHints(driver), set()
     for _ in range(20):
@@ -60,7 +62,7 @@ def test_memory_of_malloc_that_comes_again_is_hinted_anew() -> None:
     pytest.skip("malloc gave no address twice")
 
 
-def test_what_is_remembered_ends_with_the_storage_and_not_with_one_of_its_tensors() -> None:
+def test_an_entry_ends_with_the_storage_and_not_with_one_of_its_tensors() -> None:
     driver = superchip()
     hints, tensor = ResidencyHints(driver), host_tensor()
     hints.prefetch(tensor)
@@ -68,24 +70,24 @@ def test_what_is_remembered_ends_with_the_storage_and_not_with_one_of_its_tensor
     del tensor
     gc.collect()
     assert len(hints._applied_hints) == 1
-    out_of_order(driver)
+    break_driver(driver)
     assert hints.prefetch(view).status is HintStatus.APPLIED
     del view
     gc.collect()
     assert len(hints._applied_hints) == 0
 
 
-def test_storage_that_moved_is_hinted_anew() -> None:
+def test_a_storage_with_a_new_address_is_hinted_again() -> None:
     driver = superchip()
     hints, tensor = ResidencyHints(driver), torch.zeros(4 * PAGE, dtype=torch.uint8)
     hints.prefetch(tensor)
     tensor.untyped_storage().resize_(64 * PAGE)
-    out_of_order(driver)
+    break_driver(driver)
     assert hints.prefetch(tensor).status is HintStatus.ERROR
 
 
 @pytest.mark.parametrize("other", [lambda t: t, lambda t: t[: 2 * PAGE], lambda t: t[4 * PAGE :]])
-def test_a_hint_is_given_again_after_another_wish_for_some_of_its_bytes(
+def test_a_hint_is_issued_again_after_a_conflicting_hint_for_some_of_its_bytes(
     other: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     driver = superchip()
@@ -97,7 +99,7 @@ def test_a_hint_is_given_again_after_another_wish_for_some_of_its_bytes(
     assert driver.preferred_location(memory.span) == HOST
 
 
-def test_another_storage_over_the_same_bytes_makes_a_hint_untrue_too() -> None:
+def test_a_conflicting_hint_through_another_storage_drops_the_entry() -> None:
     driver = superchip()
     memory, hints = DriverMemory(driver, MemoryKind.MANAGED), ResidencyHints(driver)
     one, other = memory.tensor(), memory.tensor()
@@ -107,20 +109,20 @@ def test_another_storage_over_the_same_bytes_makes_a_hint_untrue_too() -> None:
     assert driver.preferred_location(memory.span) == HOST
 
 
-def test_what_is_forgotten_is_asked_again() -> None:
+def test_a_forgotten_hint_is_issued_again() -> None:
     driver = superchip()
     hints, kept, lost = ResidencyHints(driver), host_tensor(), host_tensor()
     hints.prefetch(kept)
     hints.prefetch(lost)
     hints.forget(AddressRange(lost.data_ptr() + PAGE, PAGE))
-    out_of_order(driver)
+    break_driver(driver)
     assert hints.prefetch(kept).status is HintStatus.APPLIED
     assert hints.prefetch(lost).status is HintStatus.ERROR
     hints.forget()
     assert hints.prefetch(kept).status is HintStatus.ERROR
 
 
-def test_a_prefetch_can_be_asked_again_after_an_eviction() -> None:
+def test_a_prefetch_can_be_forced_after_an_eviction() -> None:
     driver = superchip()
     memory, hints = DriverMemory(driver, MemoryKind.MANAGED), ResidencyHints(driver)
     tensor = memory.tensor()
@@ -132,7 +134,7 @@ def test_a_prefetch_can_be_asked_again_after_an_eviction() -> None:
     assert driver.resident_pages(memory.span) == {GPU: 16}
 
 
-def test_no_more_is_remembered_than_a_thousand_storages() -> None:
+def test_the_number_of_remembered_storages_is_limited() -> None:
     hints, alive = ResidencyHints(NotAvailable("none")), [torch.zeros(1) for _ in range(1100)]
     for tensor in alive:
         hints.prefetch(tensor)

@@ -1,4 +1,4 @@
-"""Whether hints are on is one order of voices and one question to the machine: the whole table, and its sources."""
+"""Whether hints are on: the complete table of requests and machine support, and the sources of the request."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ UNIFIED, DISK = ("unified_memory", "disk"), ("disk", "none")
         (None, True, UNIFIED, True, "gh200_optimizations.enable_uvm_hints is true"),
         (None, False, UNIFIED, False, "gh200_optimizations.enable_uvm_hints is false"),
         (None, False, DISK, False, "gh200_optimizations.enable_uvm_hints is false"),
-        (None, None, UNIFIED, True, "a cache of type unified_memory asks for them"),
-        (None, None, DISK, None, "nothing asks for them"),
-        (None, None, (), None, "nothing asks for them"),
+        (None, None, UNIFIED, True, "a cache of type unified_memory requests them"),
+        (None, None, DISK, None, "nothing requests them"),
+        (None, None, (), None, "nothing requests them"),
     ],
 )
-def test_the_first_voice_that_speaks_decides_and_the_machine_must_agree(
+def test_the_first_source_that_is_set_decides_and_the_machine_must_support_hints(
     override: bool | None, setting: bool | None, cache_types: tuple[str, ...], asked: bool | None, by: str
 ) -> None:
     here, elsewhere = (decide_hints(override, setting, cache_types, support) for support in (YES, NO))
@@ -49,10 +49,10 @@ def test_the_first_voice_that_speaks_decides_and_the_machine_must_agree(
     assert elsewhere.reason == (f"{by}, but the machine cannot" if asked else by)
 
 
-def test_the_decision_reads_as_a_line_for_the_start_of_a_run() -> None:
+def test_the_decision_is_printed_as_one_line() -> None:
     line = str(decide_hints(None, None, UNIFIED, device_hint_support(GH200)))
     assert line == (
-        "residency hints on: a cache of type unified_memory asks for them; GH200 takes hints for managed memory and "
+        "residency hints on: a cache of type unified_memory requests them; GH200 accepts hints for managed memory and "
         "ordinary memory through the host's page tables"
     )
 
@@ -65,11 +65,11 @@ def test_the_decision_reads_as_a_line_for_the_start_of_a_run() -> None:
         (replace(GH200, pageable=False), True, "managed memory"),
         (replace(GH200, managed=False), True, "ordinary memory"),
         (replace(GH200, integrated=True), False, "one pool"),
-        (replace(GH200, pageable=False, concurrent_managed=False), False, "no managed memory that can be hinted"),
-        (DeviceProperties(0, "a silent GPU", 1 << 30), False, "no managed memory that can be hinted"),
+        (replace(GH200, pageable=False, concurrent_managed=False), False, "no managed memory that accepts hints"),
+        (DeviceProperties(0, "a no_request GPU", 1 << 30), False, "no managed memory that accepts hints"),
     ],
 )
-def test_what_a_gpu_says_of_itself_decides_whether_hints_can_do_anything(
+def test_the_properties_of_a_gpu_decide_whether_it_supports_hints(
     device: DeviceProperties, can: bool, why: str
 ) -> None:
     found = device_hint_support(device)
@@ -77,9 +77,9 @@ def test_what_a_gpu_says_of_itself_decides_whether_hints_can_do_anything(
     assert why in found.reason
 
 
-def test_without_a_driver_the_reason_is_the_drivers() -> None:
-    assert hint_support(NotAvailable("no NVIDIA driver (libcuda.so.1) here")) == HintSupport(
-        False, "no NVIDIA driver (libcuda.so.1) here"
+def test_without_a_driver_the_reason_is_that_of_the_missing_driver() -> None:
+    assert hint_support(NotAvailable("no NVIDIA driver (libcuda.so.1) on this machine")) == HintSupport(
+        False, "no NVIDIA driver (libcuda.so.1) on this machine"
     )
 
 
@@ -118,22 +118,22 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.fixture
-def silent(fresh: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A process in which nothing was said, by whatever shell these tests run in."""
+def no_request(fresh: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process without any request, whatever the environment of the test run."""
     for name in ("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "SUPERTUNER_GH200_OPTIMIZATIONS__ENABLE_UVM_HINTS"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
-def test_a_process_in_which_nobody_asks_has_no_hints(silent: pytest.MonkeyPatch) -> None:
+def test_a_process_without_a_request_has_no_hints(no_request: pytest.MonkeyPatch) -> None:
     assert not hints.gh200_uvm_enabled()
-    assert hints.hints_enabled().reason == "nothing asks for them"
+    assert hints.hints_enabled().reason == "nothing requests them"
     outcome = hints.prefer_cpu_residency(torch.zeros(4))
-    assert (outcome.status, outcome.reason) == ("no-effect", "hints are off: nothing asks for them")
+    assert (outcome.status, outcome.reason) == ("no-effect", "hints are off: nothing requests them")
 
 
-def test_the_variable_of_the_seeds_asks_and_this_machine_answers(silent: pytest.MonkeyPatch) -> None:
-    silent.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
+def test_the_environment_variable_of_the_forks_requests_hints(no_request: pytest.MonkeyPatch) -> None:
+    no_request.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
     hints.use_hints(
         hints.ResidencyHints(NotAvailable("no GPU in this test")),
         True,
@@ -146,7 +146,7 @@ def test_the_variable_of_the_seeds_asks_and_this_machine_answers(silent: pytest.
     assert outcome.reason.endswith("no GPU in this test")
 
 
-def test_the_override_has_the_last_word_until_it_is_taken_back(fresh: None) -> None:
+def test_the_override_takes_precedence_until_it_is_removed(fresh: None) -> None:
     hints.use_hints(hints.ResidencyHints(NotAvailable("none")), True, (), YES)
     assert hints.gh200_uvm_enabled()
     hints.set_uvm_hint_override(False)
@@ -159,21 +159,23 @@ def test_the_override_has_the_last_word_until_it_is_taken_back(fresh: None) -> N
 
 
 @pytest.mark.parametrize("value", ["0", "no", 0, 1])
-def test_an_override_that_is_no_truth_value_is_refused_and_changes_nothing(fresh: None, value: object) -> None:
+def test_an_override_that_is_not_a_bool_is_refused_without_a_change(fresh: None, value: object) -> None:
     with pytest.raises(TypeError, match=f"takes True, False or None, not {value!r}"):
         hints.set_uvm_hint_override(value)  # type: ignore[arg-type]
     assert hints.uvm_hint_override() is None
 
 
-def test_a_run_without_hints_is_believed_over_the_environment_until_it_is_over(silent: pytest.MonkeyPatch) -> None:
-    silent.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
+def test_a_run_without_hints_takes_precedence_over_the_environment_until_it_ends(
+    no_request: pytest.MonkeyPatch,
+) -> None:
+    no_request.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
     hints.use_hints(None, False, UNIFIED, YES)
     assert hints.hints_enabled().reason == "gh200_optimizations.enable_uvm_hints is false"
     hints.drop_hints()
     assert hints.hints_enabled().reason.startswith("gh200_optimizations.enable_uvm_hints is true")
 
 
-def test_the_environment_of_a_script_is_read_through_the_configuration(silent: pytest.MonkeyPatch) -> None:
-    silent.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
-    silent.setenv("SUPERTUNER_GH200_OPTIMIZATIONS__ENABLE_UVM_HINTS", "false")
+def test_the_environment_of_a_script_is_read_through_the_configuration(no_request: pytest.MonkeyPatch) -> None:
+    no_request.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
+    no_request.setenv("SUPERTUNER_GH200_OPTIMIZATIONS__ENABLE_UVM_HINTS", "false")
     assert hints.hints_enabled().asked is False

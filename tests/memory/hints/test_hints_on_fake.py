@@ -1,4 +1,4 @@
-"""Hints through the real bindings on the fake driver: its own calls, its own read-back, and pages where it says."""
+"""Hints through the real bindings on the fake driver: its calls, its read-back, and the location of its pages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_managed_memory_is_hinted_and_read_back(bench: FakeBench) -> None:
 
 
 @on_fake()
-def test_ordinary_memory_goes_to_the_gpu_and_its_pages_are_found_there(bench: FakeBench) -> None:
+def test_ordinary_memory_migrates_to_the_gpu_and_its_pages_are_located_there(bench: FakeBench) -> None:
     tensor = host_bytes(bench)
     span = AddressRange(tensor.data_ptr(), tensor.nbytes)
     outcome = ResidencyHints(bench.driver).prefetch(tensor)
@@ -54,7 +54,7 @@ def test_ordinary_memory_goes_to_the_gpu_and_its_pages_are_found_there(bench: Fa
 
 
 @on_fake()
-def test_a_view_is_hinted_and_its_neighbours_are_not(bench: FakeBench) -> None:
+def test_a_view_is_hinted_and_nothing_else(bench: FakeBench) -> None:
     page = bench.driver.page_bytes
     span, tensor = managed(bench)
     bench.fake.host_touch(span.address, span.nbytes)
@@ -66,7 +66,7 @@ def test_a_view_is_hinted_and_its_neighbours_are_not(bench: FakeBench) -> None:
 
 
 @on_fake()
-def test_repeating_a_hint_calls_nothing(bench: FakeBench) -> None:
+def test_a_repeated_hint_makes_no_driver_call(bench: FakeBench) -> None:
     span, tensor = managed(bench)
     hints = ResidencyHints(bench.driver)
     batch = {"latents": tensor, "text.mask": tensor[:100]}
@@ -79,14 +79,14 @@ def test_repeating_a_hint_calls_nothing(bench: FakeBench) -> None:
 
 
 @on_fake()
-def test_advice_without_effect_is_not_given(bench: FakeBench) -> None:
+def test_advice_without_effect_makes_no_driver_call(bench: FakeBench) -> None:
     outcome = ResidencyHints(bench.driver).accessed_by(host_bytes(bench))
     assert outcome.status is HintStatus.NO_EFFECT
     assert bench.fake.calls("cuMemAdvise") == 0
 
 
 @on_fake()
-def test_the_drivers_refusals_are_told_by_name(bench: FakeBench) -> None:
+def test_driver_errors_are_reported_by_name(bench: FakeBench) -> None:
     span, tensor = managed(bench)
     hints = ResidencyHints(bench.driver)
     bench.fail("prefetch", "CUDA_ERROR_INVALID_VALUE")
@@ -101,7 +101,7 @@ def test_the_drivers_refusals_are_told_by_name(bench: FakeBench) -> None:
 
 
 @on_fake(driver=12020)
-def test_an_older_driver_is_hinted_piece_by_piece(bench: FakeBench) -> None:
+def test_an_older_driver_receives_one_call_per_piece(bench: FakeBench) -> None:
     span, tensor = managed(bench)
     rows = tensor.view(-1, 2 * bench.driver.page_bytes)[:, : bench.driver.page_bytes]
     assert ResidencyHints(bench.driver).prefetch(rows).status is HintStatus.APPLIED
@@ -110,7 +110,7 @@ def test_an_older_driver_is_hinted_piece_by_piece(bench: FakeBench) -> None:
 
 
 @on_fake("pcie")
-def test_a_card_takes_hints_for_managed_memory_and_cannot_read_ordinary_memory(bench: FakeBench) -> None:
+def test_a_card_accepts_hints_for_managed_memory_only(bench: FakeBench) -> None:
     span, tensor = managed(bench)
     assert ResidencyHints(bench.driver).prefetch(tensor).status is HintStatus.APPLIED
     assert ResidencyHints(bench.driver).prefetch(host_bytes(bench)).status is HintStatus.UNSUPPORTED
@@ -118,12 +118,12 @@ def test_a_card_takes_hints_for_managed_memory_and_cannot_read_ordinary_memory(b
 
 
 @on_fake("gb10")
-def test_one_pool_needs_no_hints(bench: FakeBench) -> None:
+def test_hints_have_no_effect_on_a_one_pool_machine(bench: FakeBench) -> None:
     assert ResidencyHints(bench.driver).prefetch(host_bytes(bench)).reason == "CPU and GPU share one pool of memory"
 
 
 @on_fake()
-def test_device_memory_is_told_apart(bench: FakeBench) -> None:
+def test_device_memory_is_recognised(bench: FakeBench) -> None:
     nbytes = PAGES * bench.driver.page_bytes
     address = bench.driver.allocate(MemoryKind.DEVICE, nbytes)
     tensor = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
@@ -134,7 +134,7 @@ def test_device_memory_is_told_apart(bench: FakeBench) -> None:
 
 
 @on_fake()
-def test_headroom_is_kept_by_what_the_driver_says_is_free(bench: FakeBench) -> None:
+def test_headroom_is_kept_according_to_the_drivers_free_memory(bench: FakeBench) -> None:
     span, tensor = managed(bench)
     taken = bench.driver.allocate(MemoryKind.DEVICE, bench.driver.free_bytes(0) * 97 // 100)
     outcome = ResidencyHints(bench.driver).prefetch(tensor)

@@ -1,4 +1,4 @@
-"""What is asked for which tensor: both tables whole, and batches of every shape taken apart by name."""
+"""Which hints a tensor receives: both complete tables, and naming the tensors of batches of every structure."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ ONE = torch.zeros(1)
         (BatchTensorKind.OTHER, ["", "0", "luminance", "is_i2v"]),
     ],
 )
-def test_a_tensors_name_tells_its_kind(kind: BatchTensorKind, names: list[str]) -> None:
+def test_the_kind_of_a_tensor_follows_from_its_name(kind: BatchTensorKind, names: list[str]) -> None:
     assert {name: tensor_kind(name) for name in names} == dict.fromkeys(names, kind)
 
 
 @pytest.mark.parametrize("kind", BatchTensorKind)
-def test_a_kinds_own_name_is_recognised(kind: BatchTensorKind) -> None:
+def test_the_name_of_a_kind_is_recognised(kind: BatchTensorKind) -> None:
     assert tensor_kind(kind.value) == kind
 
 
-@pytest.mark.parametrize("policy", ["default", "seeds"])
-def test_every_policy_says_something_of_every_kind(policy: str) -> None:
+@pytest.mark.parametrize("policy", ["default", "forks"])
+def test_every_policy_has_an_entry_for_every_kind(policy: str) -> None:
     assert set(POLICIES[policy]) == set(BatchTensorKind)  # type: ignore[index]
 
 
-def test_the_default_sends_what_is_about_to_be_read_to_the_gpu_and_pins_nothing_there() -> None:
+def test_the_default_policy_only_prefetches() -> None:
     assert set(POLICIES["default"].values()) == {(BatchHint.PREFETCH,)}
 
 
-def test_the_seeds_keep_latents_and_sound_in_the_host_and_text_and_masks_on_the_gpu() -> None:
-    seeds = POLICIES["seeds"]
+def test_the_forks_policy_keeps_latents_and_audio_at_the_host_and_text_and_masks_on_the_gpu() -> None:
+    forks = POLICIES["forks"]
     for kind in (
         BatchTensorKind.LATENTS,
         BatchTensorKind.AUDIO_LATENTS,
         BatchTensorKind.WAVEFORMS,
         BatchTensorKind.SAMPLES,
     ):
-        assert seeds[kind][0] is BatchHint.PREFER_CPU
+        assert forks[kind][0] is BatchHint.PREFER_CPU
     for kind in (
         BatchTensorKind.TEXT,
         BatchTensorKind.POOLED,
@@ -74,8 +74,8 @@ def test_the_seeds_keep_latents_and_sound_in_the_host_and_text_and_masks_on_the_
         BatchTensorKind.CONDITIONING,
         BatchTensorKind.UNCONDITIONAL,
     ):
-        assert seeds[kind] == (BatchHint.PREFER_GPU, BatchHint.PREFETCH)
-    assert seeds[BatchTensorKind.LATENTS] == (BatchHint.PREFER_CPU,)
+        assert forks[kind] == (BatchHint.PREFER_GPU, BatchHint.PREFETCH)
+    assert forks[BatchTensorKind.LATENTS] == (BatchHint.PREFER_CPU,)
 
 
 class NamedBatch(NamedTuple):
@@ -91,7 +91,7 @@ class DataclassBatch:
 
 
 class PromptEmbeds:
-    """As ai-toolkit has it: neither a mapping nor a dataclass, and much else in it."""
+    """Like ai-toolkit's class: neither a mapping nor a dataclass, with further attributes."""
 
     def __init__(self) -> None:
         self.text_embeds = [ONE, ONE]
@@ -114,17 +114,17 @@ class PromptEmbeds:
         ({"nothing": None, 3: "text"}, []),
     ],
 )
-def test_a_batch_of_any_shape_is_taken_apart_by_name(batch: object, names: list[str]) -> None:
+def test_the_tensors_of_any_batch_structure_are_named(batch: object, names: list[str]) -> None:
     assert [name for name, _ in named_tensors(batch)] == names
 
 
-def test_a_name_inside_another_is_judged_with_what_is_around_it() -> None:
+def test_a_nested_name_is_classified_together_with_its_containers() -> None:
     kinds = [tensor_kind(name) for name, _ in named_tensors({"audio": {"latents": ONE, "mask": ONE}})]
     assert kinds == [BatchTensorKind.AUDIO_LATENTS, BatchTensorKind.MASKS]
 
 
-def test_the_page_about_hints_shows_these_tables() -> None:
+def test_the_documentation_shows_these_tables() -> None:
     page = (Path(__file__).parents[3] / "docs" / "hints.md").read_text()
     for kind, words in [*KIND_WORDS, (BatchTensorKind.OTHER, ())]:
-        asked = [", ".join(POLICIES[policy][kind]) or "-" for policy in ("default", "seeds")]  # type: ignore[index]
-        assert f"| {' | '.join([kind, ', '.join(words), *asked])} |".replace("|  |", "| |") in page
+        hints = [", ".join(POLICIES[policy][kind]) or "-" for policy in ("default", "forks")]  # type: ignore[index]
+        assert f"| {' | '.join([kind, ', '.join(words), *hints])} |".replace("|  |", "| |") in page

@@ -22,40 +22,40 @@ OUT_OF_MEMORY = 2
 
 
 def fill_gpu(plugin: PluginCopy) -> list[int]:
-    """Segments until one is managed, which is the last of the list."""
-    given = []
+    """Allocate segments until one is managed, which is the last of the list."""
+    segments = []
     while True:
-        given.append(plugin.alloc(SEGMENT))
-        if plugin.overflow.segment_kind(given[-1]) is MemoryKind.MANAGED:
-            return given
+        segments.append(plugin.alloc(SEGMENT))
+        if plugin.overflow.segment_kind(segments[-1]) is MemoryKind.MANAGED:
+            return segments
 
 
-def give_back(plugin: PluginCopy, segments: list[int]) -> None:
+def free_all(plugin: PluginCopy, segments: list[int]) -> None:
     for address in segments:
         plugin.free(address, SEGMENT)
 
 
 @on_fake()
-def test_device_memory_is_given_while_the_reserve_stays_free_and_managed_memory_then(bench: FakeBench) -> None:
+def test_segments_are_device_memory_while_the_reserve_stays_free_and_managed_afterwards(bench: FakeBench) -> None:
     plugin = PluginCopy(OverflowLimits(gpu_reserve_bytes=8 * MIB))
     segments = fill_gpu(plugin)
     assert bench.driver.free_bytes(0) == 8 * MIB
     assert [bench.driver.memory_kind_at(address) for address in segments] == [MemoryKind.DEVICE] * 28 + [
         MemoryKind.MANAGED
     ]
-    told = plugin.stats()
-    assert (told.stage, told.entered, told.left) == (2, 1, 0)
-    assert (told.device_bytes, told.managed_bytes) == (56 * MIB, 2 * MIB)
-    assert (told.total_bytes, told.limit_bytes, told.reserve_bytes) == (64 * MIB, 320 * MIB, 8 * MIB)
-    give_back(plugin, segments)
-    told = plugin.stats()
-    assert (told.stage, told.left, told.device_bytes, told.managed_bytes, told.frees) == (1, 1, 0, 0, 29)
-    assert (told.device_peak_bytes, told.managed_peak_bytes) == (56 * MIB, 2 * MIB)
+    stats = plugin.stats()
+    assert (stats.stage, stats.entered, stats.left) == (2, 1, 0)
+    assert (stats.device_bytes, stats.managed_bytes) == (56 * MIB, 2 * MIB)
+    assert (stats.total_bytes, stats.limit_bytes, stats.reserve_bytes) == (64 * MIB, 320 * MIB, 8 * MIB)
+    free_all(plugin, segments)
+    stats = plugin.stats()
+    assert (stats.stage, stats.left, stats.device_bytes, stats.managed_bytes, stats.frees) == (1, 1, 0, 0, 29)
+    assert (stats.device_peak_bytes, stats.managed_peak_bytes) == (56 * MIB, 2 * MIB)
     assert bench.fake.hbm_used() == 0
 
 
 @on_fake()
-def test_the_reserve_is_five_percent_unless_it_is_set(bench: FakeBench) -> None:
+def test_the_reserve_is_five_percent_by_default(bench: FakeBench) -> None:
     plugin = PluginCopy()
     plugin.free(plugin.alloc(SEGMENT))
     assert plugin.stats().reserve_bytes == plugin.stats().margin_bytes == int(0.05 * bench.hbm_bytes)
@@ -65,15 +65,15 @@ def test_the_reserve_is_five_percent_unless_it_is_set(bench: FakeBench) -> None:
 
 
 @on_fake()
-def test_a_segment_that_comes_and_goes_at_the_threshold_changes_the_stage_once(bench: FakeBench) -> None:
+def test_a_repeated_allocation_at_the_threshold_changes_the_stage_once(bench: FakeBench) -> None:
     plugin = PluginCopy()
     segments = fill_gpu(plugin)
-    plugin.free(segments.pop(0), SEGMENT)  # without the margin, there would be room for one more on the GPU now
+    plugin.free(segments.pop(0), SEGMENT)  # without the margin, one more segment would fit on the GPU now
     for _ in range(300):
         plugin.free(segments.pop(), SEGMENT)
         segments.append(plugin.alloc(SEGMENT))
     assert (plugin.stats().entered, plugin.stats().left) == (1, 0)
-    give_back(plugin, segments)
+    free_all(plugin, segments)
 
 
 def check_no_oscillation(bench: FakeBench, operations: list[tuple[bool, int]]) -> None:
@@ -90,7 +90,7 @@ def check_no_oscillation(bench: FakeBench, operations: list[tuple[bool, int]]) -
             now = plugin.stats()
             assert driver.memory_kind_at(address) is (MemoryKind.MANAGED if now.stage == 2 else MemoryKind.DEVICE)
             if number % 3 == 0:
-                driver.fill(AddressRange(address, nbytes), 1)  # managed memory takes GPU memory once it is used
+                driver.fill(AddressRange(address, nbytes), 1)  # managed memory occupies GPU memory once it is used
         else:
             plugin.free(live.pop(number % len(live))[0])
             left, now = driver.free_bytes(0), plugin.stats()
@@ -105,33 +105,33 @@ def check_no_oscillation(bench: FakeBench, operations: list[tuple[bool, int]]) -
 
 
 @on_fake()
-def test_no_order_of_allocations_changes_the_stage_inside_the_margin(bench: FakeBench) -> None:
+def test_no_sequence_of_allocations_changes_the_stage_inside_the_margin(bench: FakeBench) -> None:
     operation = st.tuples(st.sampled_from((True, True, False)), st.integers(0, 63))
 
     @settings(max_examples=60, deadline=None, database=None)
     @given(st.lists(operation, max_size=60))
-    def law(operations: list[tuple[bool, int]]) -> None:
+    def check(operations: list[tuple[bool, int]]) -> None:
         check_no_oscillation(bench, operations)
 
-    law()
+    check()
 
 
 @on_fake()
-def test_the_ratio_is_a_hard_limit_and_room_below_it_can_be_had_again(bench: FakeBench) -> None:
+def test_the_ratio_is_a_hard_limit_and_freed_bytes_can_be_allocated_again(bench: FakeBench) -> None:
     plugin = PluginCopy(OverflowLimits(ratio=1.5))
     segments = [plugin.alloc(SEGMENT) for _ in range(48)]
     assert None not in segments and plugin.alloc(1) is None
-    told = plugin.stats()
-    assert (told.device_bytes + told.managed_bytes, told.refused_ratio, told.last_error) == (96 * MIB, 1, 0)
+    stats = plugin.stats()
+    assert (stats.device_bytes + stats.managed_bytes, stats.refused_ratio, stats.last_error) == (96 * MIB, 1, 0)
     plugin.free(segments.pop(), SEGMENT)
     assert plugin.alloc(SEGMENT + 1) is None
     segments.append(plugin.alloc(SEGMENT))
     assert segments[-1] is not None
-    give_back(plugin, segments)
+    free_all(plugin, segments)
 
 
 @on_fake()
-def test_the_host_keeps_its_floor(bench: FakeBench) -> None:
+def test_the_host_memory_floor_stays_free(bench: FakeBench) -> None:
     plugin = PluginCopy(OverflowLimits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB))
     plugin.set_host_available(110 * MIB)
     segments = [plugin.alloc(SEGMENT) for _ in range(5)]
@@ -140,43 +140,43 @@ def test_the_host_keeps_its_floor(bench: FakeBench) -> None:
     plugin.free(segments.pop(), SEGMENT)
     segments.append(plugin.alloc(SEGMENT))
     assert segments[-1] is not None
-    give_back(plugin, segments)
+    free_all(plugin, segments)
 
 
 @on_fake()
-def test_memory_that_was_handed_out_and_not_yet_used_counts_against_the_floor(bench: FakeBench) -> None:
+def test_allocated_memory_that_is_not_used_yet_counts_against_the_floor(bench: FakeBench) -> None:
     plugin = PluginCopy(
         OverflowLimits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB, host_reserve_bytes=0)
     )
-    plugin.set_host_available(110 * MIB)  # and stays so: nobody touched what was given
+    plugin.set_host_available(110 * MIB)  # unchanged, because the allocated memory is untouched
     segments = [plugin.alloc(SEGMENT) for _ in range(5)]
     assert None not in segments and plugin.alloc(SEGMENT) is None
-    plugin.set_host_available(100 * MIB)  # all of it is used now: the same memory is not counted twice
+    plugin.set_host_available(100 * MIB)  # all of it is used now, and must not be counted twice
     assert plugin.alloc(SEGMENT) is None
-    give_back(plugin, segments[:1])
+    free_all(plugin, segments[:1])
     plugin.set_host_available(102 * MIB)
     segments[0] = plugin.alloc(SEGMENT)
     assert segments[0] is not None
-    give_back(plugin, segments)
+    free_all(plugin, segments)
 
 
 @on_fake()
-def test_memory_that_others_took_for_a_while_can_be_had_afterwards(bench: FakeBench) -> None:
+def test_memory_that_others_freed_can_be_allocated(bench: FakeBench) -> None:
     plugin = PluginCopy(
         OverflowLimits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB, host_reserve_bytes=0)
     )
     plugin.set_host_available(120 * MIB)
     segments = [plugin.alloc(SEGMENT) for _ in range(5)]
-    plugin.set_host_available(100 * MIB)  # ours are all used, and others took ten more
+    plugin.set_host_available(100 * MIB)  # all our memory is used, and others took 10 MiB
     assert None not in segments and plugin.alloc(SEGMENT) is None
     plugin.set_host_available(110 * MIB)
     segments += [plugin.alloc(SEGMENT) for _ in range(5)]
     assert None not in segments and plugin.alloc(SEGMENT) is None
-    give_back(plugin, segments)
+    free_all(plugin, segments)
 
 
 @on_fake()
-def test_memory_that_others_take_counts_after_the_next_look(bench: FakeBench) -> None:
+def test_memory_that_others_take_counts_after_the_next_reading(bench: FakeBench) -> None:
     limits = OverflowLimits(
         ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB, host_reserve_bytes=4 * MIB
     )
@@ -185,35 +185,35 @@ def test_memory_that_others_take_counts_after_the_next_look(bench: FakeBench) ->
         plugin.set_host_available(1000 * MIB)
         segments = [plugin.alloc(SEGMENT)]
         plugin.set_host_available(101 * MIB)
-        segments.append(plugin.alloc(SEGMENT))  # within what may be handed out between two looks
+        segments.append(plugin.alloc(SEGMENT))  # within the bytes that may be allocated between two readings
         looks, prompt = plugin.stats().host_looks, time.monotonic() - began < 0.08
         last = plugin.alloc(SEGMENT)
-        give_back(plugin, [address for address in segments if address])
+        free_all(plugin, [address for address in segments if address])
         assert last is None
-        if prompt:  # on a busy machine the first look may have grown old in between
+        if prompt:  # on a busy machine the first reading may be too old by now
             break
     assert prompt and None not in segments and looks == 1
 
 
 @on_fake()
-def test_a_look_grows_old(bench: FakeBench) -> None:
+def test_an_old_reading_is_repeated(bench: FakeBench) -> None:
     plugin = PluginCopy(OverflowLimits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_floor_bytes=100 * MIB))
-    give_back(plugin, [plugin.alloc(SEGMENT)])
+    free_all(plugin, [plugin.alloc(SEGMENT)])
     plugin.set_host_available(50 * MIB)
     time.sleep(0.15)
     assert plugin.alloc(SEGMENT) is None
 
 
 @on_fake()
-def test_the_host_is_looked_at_seldom(bench: FakeBench) -> None:
+def test_the_hosts_memory_is_read_rarely(bench: FakeBench) -> None:
     plugin = PluginCopy(OverflowLimits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_reserve_bytes=64 * MIB))
     segments = [plugin.alloc(SEGMENT) for _ in range(500)]
     assert plugin.stats().managed_segments == 500 and 15 <= plugin.stats().host_looks <= 40
-    give_back(plugin, segments)
+    free_all(plugin, segments)
 
 
 @on_fake()
-def test_a_container_caps_what_the_host_could_hold_and_a_host_that_cannot_be_read_gives_nothing(bench) -> None:
+def test_a_container_limits_managed_memory_and_an_unreadable_host_allows_none(bench) -> None:
     plugin = PluginCopy(OverflowLimits(ratio=100.0, gpu_reserve_bytes=64 * MIB, host_cap_bytes=4 * MIB))
     segments = [plugin.alloc(SEGMENT), plugin.alloc(SEGMENT)]
     assert None not in segments and plugin.alloc(SEGMENT) is None
@@ -223,68 +223,68 @@ def test_a_container_caps_what_the_host_could_hold_and_a_host_that_cannot_be_rea
     plugin.meminfo.unlink()
     plugin.change_limits(host_reserve_bytes=0)
     assert plugin.alloc(SEGMENT) is None and plugin.stats().refused_host == 2
-    give_back(plugin, segments)
+    free_all(plugin, segments)
 
 
 @on_fake()
-def test_pointers_of_others_and_second_frees_are_counted_and_ignored(bench: FakeBench) -> None:
+def test_foreign_pointers_and_double_frees_are_counted_and_ignored(bench: FakeBench) -> None:
     plugin = PluginCopy()
     mine, foreign = plugin.alloc(SEGMENT), bench.driver.allocate(MemoryKind.DEVICE, SEGMENT)
     for address in (foreign, mine + 512, mine, mine, None):
         plugin.free(address, SEGMENT)
-    told = plugin.stats()
-    assert (told.frees, told.foreign_frees, told.device_bytes, told.free_failures) == (1, 3, 0, 0)
+    stats = plugin.stats()
+    assert (stats.frees, stats.foreign_frees, stats.device_bytes, stats.free_failures) == (1, 3, 0, 0)
     assert bench.driver.memory_kind_at(foreign) is MemoryKind.DEVICE and plugin.overflow.segment_kind(foreign) is None
     bench.driver.free(foreign)
 
 
 @on_fake()
-def test_device_memory_that_fails_although_it_is_free_is_made_up_for_by_managed_memory(bench: FakeBench) -> None:
+def test_managed_memory_replaces_device_memory_that_fails_although_it_is_free(bench: FakeBench) -> None:
     plugin = PluginCopy()
     bench.fake.fault("cuMemAlloc", OUT_OF_MEMORY)
     segments = [plugin.alloc(SEGMENT), plugin.alloc(SEGMENT)]
     assert [plugin.overflow.segment_kind(address) for address in segments] == [MemoryKind.MANAGED, MemoryKind.DEVICE]
-    told = plugin.stats()
-    assert (told.stage, told.device_failures, told.refusals) == (1, 1, 0)
-    assert (told.last_call, told.last_error) == ("cuMemAlloc", OUT_OF_MEMORY)
-    assert (told.device_bytes, told.managed_bytes) == (SEGMENT, SEGMENT)
-    give_back(plugin, segments)
+    stats = plugin.stats()
+    assert (stats.stage, stats.device_failures, stats.refusals) == (1, 1, 0)
+    assert (stats.last_call, stats.last_error) == ("cuMemAlloc", OUT_OF_MEMORY)
+    assert (stats.device_bytes, stats.managed_bytes) == (SEGMENT, SEGMENT)
+    free_all(plugin, segments)
 
 
 @on_fake()
-def test_what_the_driver_refuses_is_refused_with_its_word_and_leaves_no_trace(bench: FakeBench) -> None:
+def test_a_driver_error_refuses_the_request_with_its_code_and_leaves_no_trace(bench: FakeBench) -> None:
     plugin = PluginCopy(OverflowLimits(gpu_reserve_bytes=64 * MIB))
-    give_back(plugin, [plugin.alloc(SEGMENT)])
+    free_all(plugin, [plugin.alloc(SEGMENT)])
     for call, code in (("cuMemAllocManaged", OUT_OF_MEMORY), ("cuMemGetInfo", 700)):
         refused = plugin.stats().refused_driver
         bench.fake.fault(call, code)
         assert plugin.alloc(SEGMENT) is None
-        told = plugin.stats()
-        assert (told.refused_driver, told.last_call, told.last_error) == (refused + 1, call, code)
-        assert (told.managed_bytes, told.managed_segments) == (0, 0)
+        stats = plugin.stats()
+        assert (stats.refused_driver, stats.last_call, stats.last_error) == (refused + 1, call, code)
+        assert (stats.managed_bytes, stats.managed_segments) == (0, 0)
     again = plugin.alloc(SEGMENT)
     assert again is not None
-    give_back(plugin, [again])
+    free_all(plugin, [again])
 
 
 @on_fake()
-def test_advice_that_fails_is_counted_and_the_memory_is_given(bench: FakeBench) -> None:
+def test_failed_advice_is_counted_and_the_memory_is_still_allocated(bench: FakeBench) -> None:
     plugin = PluginCopy(OverflowLimits(gpu_reserve_bytes=64 * MIB))
     bench.fake.fault("cuMemAdvise", 1, times=1)
     segments = [plugin.alloc(SEGMENT, "cpu_first")]
     assert segments[0] is not None
     assert (plugin.stats().advice_failures, plugin.stats().last_call) == (1, "cuMemAdvise")
-    give_back(plugin, segments)
+    free_all(plugin, segments)
 
 
 @on_fake()
-def test_what_the_driver_does_not_take_back_stays_in_the_account(bench: FakeBench) -> None:
+def test_memory_that_the_driver_fails_to_free_stays_booked(bench: FakeBench) -> None:
     plugin = PluginCopy()
     address = plugin.alloc(SEGMENT)
     bench.fake.fault("cuMemFree", 4)
     plugin.free(address, SEGMENT)
-    told = plugin.stats()
-    assert (told.free_failures, told.device_bytes, told.last_call, told.frees) == (1, SEGMENT, "cuMemFree", 0)
+    stats = plugin.stats()
+    assert (stats.free_failures, stats.device_bytes, stats.last_call, stats.frees) == (1, SEGMENT, "cuMemFree", 0)
     bench.driver.free(address)
 
 
@@ -298,7 +298,7 @@ def check_patterns(bench: FakeBench) -> None:
         "gpu_first": (), "balanced": (GpuLocation(0),), "cpu_first": (GpuLocation(0),),
     }  # fmt: skip
     assert plugin.stats().advice_failures == 0
-    give_back(plugin, [span.address for span in spans.values()])
+    free_all(plugin, [span.address for span in spans.values()])
 
 
 @on_fake()
@@ -306,7 +306,7 @@ def test_each_access_pattern_reaches_the_driver_as_advice(bench: FakeBench) -> N
     check_patterns(bench)
 
 
-def test_a_driver_before_cuda_12_2_gets_advice_in_its_older_form(tmp_path) -> None:
+def test_a_driver_before_cuda_12_2_receives_advice_in_its_older_form(tmp_path) -> None:
     code = """
 from supertuner.memory.overflow.plugin import OverflowLimits
 from tests.memory.plugin import PluginCopy
@@ -316,12 +316,12 @@ assert plugin.stats().advice_failures == 0, plugin.stats()
 """
     run_python(code, environment(driver=12010, log=tmp_path / "calls"))
     calls = (tmp_path / "calls").read_text().splitlines()
-    told = [line.split(" ", 3)[3] for line in calls if line.startswith("cuMemAdvise ")]
-    assert told == ["advice=3 to=2:0 -> 0", "advice=5 to=1:0 -> 0", "advice=5 to=1:0 -> 0"]
+    advice = [line.split(" ", 3)[3] for line in calls if line.startswith("cuMemAdvise ")]
+    assert advice == ["advice=3 to=2:0 -> 0", "advice=5 to=1:0 -> 0", "advice=5 to=1:0 -> 0"]
 
 
 @on_fake(devices=2)
-def test_each_gpu_has_an_account_of_its_own_and_the_caller_keeps_its_context(bench: FakeBench) -> None:
+def test_each_gpu_has_separate_statistics_and_the_caller_keeps_its_context(bench: FakeBench) -> None:
     plugin = PluginCopy(OverflowLimits(gpu_reserve_bytes=64 * MIB))
     before = current_context()
     here, there = plugin.alloc(SEGMENT), plugin.alloc(SEGMENT, device=1)
@@ -340,14 +340,14 @@ def test_each_gpu_has_an_account_of_its_own_and_the_caller_keeps_its_context(ben
 
 
 def current_context() -> int | None:
-    """Of this thread, as the driver has it."""
+    """The current context of this thread according to the driver."""
     context = ctypes.c_void_p()
     assert ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context)) == 0
     return context.value
 
 
 @on_fake()
-def test_a_thread_without_a_context_is_served_and_has_none_afterwards(bench: FakeBench) -> None:
+def test_a_thread_without_a_context_can_allocate_and_has_none_afterwards(bench: FakeBench) -> None:
     plugin, seen = PluginCopy(), []
 
     def work() -> None:
@@ -362,7 +362,7 @@ def test_a_thread_without_a_context_is_served_and_has_none_afterwards(bench: Fak
 
 
 def in_child(body) -> object:
-    """What a forked child says."""
+    """The result of a forked child."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
@@ -372,22 +372,22 @@ def in_child(body) -> object:
             os._exit(0)
     os.close(writes)
     with os.fdopen(reads) as answer:
-        said = answer.read()
+        output = answer.read()
     os.waitpid(child, 0)
-    return json.loads(said)
+    return json.loads(output)
 
 
 @on_fake()
-def test_a_forked_child_gets_nothing_and_harms_nothing(bench: FakeBench) -> None:
+def test_a_forked_child_is_refused_and_affects_nothing(bench: FakeBench) -> None:
     plugin = PluginCopy()
     address = plugin.alloc(SEGMENT)
     calls = bench.fake.calls("cuMemFree")
 
     def child() -> list[object]:
-        given = plugin.alloc(SEGMENT)
+        refused = plugin.alloc(SEGMENT)
         plugin.free(address, SEGMENT)
-        told = plugin.stats()
-        return [given, told.device_bytes, told.frees, told.last_call, bench.fake.calls("cuMemFree")]
+        stats = plugin.stats()
+        return [refused, stats.device_bytes, stats.frees, stats.last_call, bench.fake.calls("cuMemFree")]
 
     assert in_child(child) == [None, SEGMENT, 0, "fork", calls]
     assert plugin.stats().device_bytes == SEGMENT
@@ -396,11 +396,11 @@ def test_a_forked_child_gets_nothing_and_harms_nothing(bench: FakeBench) -> None
 
 
 @on_fake()
-def test_a_hundred_thousand_segments_cost_no_more_each_than_ten(bench: FakeBench) -> None:
+def test_the_time_per_segment_does_not_grow_with_a_hundred_thousand_segments(bench: FakeBench) -> None:
     plugin = PluginCopy(OverflowLimits(ratio=100.0, gpu_reserve_bytes=64 * MIB))
 
     def pair_s() -> float:
-        """The shortest of many, because others use this machine too."""
+        """The shortest of many measurements, because other programs use this machine."""
         taken = []
         for _ in range(400):
             begin = time.perf_counter()
@@ -419,10 +419,10 @@ def test_a_hundred_thousand_segments_cost_no_more_each_than_ten(bench: FakeBench
     assert plugin.stats().managed_bytes == plugin.stats().managed_segments == plugin.stats().foreign_frees == 0
 
 
-def test_without_a_driver_everything_is_refused_and_says_why() -> None:
+def test_without_a_driver_everything_is_refused_with_the_reason() -> None:
     plugin = PluginCopy()
     assert plugin.alloc(SEGMENT) is None
     plugin.free(4096, SEGMENT)
-    told = plugin.stats()
-    assert (told.stage, told.last_call, told.last_error, told.device_bytes) == (0, "libcuda.so.1", -1, 0)
-    assert told.refused_driver >= 1
+    stats = plugin.stats()
+    assert (stats.stage, stats.last_call, stats.last_error, stats.device_bytes) == (0, "libcuda.so.1", -1, 0)
+    assert stats.refused_driver >= 1

@@ -1,4 +1,4 @@
-"""The overflow allocator's account where something goes wrong: what was refused or failed leaves no trace in it."""
+"""The overflow allocator's bookkeeping when something fails: a refused or failed request leaves no trace in it."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ OUT_OF_MEMORY, DEINITIALIZED = 2, 4
 
 
 @on_fake()
-def test_a_request_that_the_host_refuses_leaves_the_stage_as_it_was(bench: FakeBench) -> None:
+def test_a_request_refused_for_host_memory_does_not_change_the_stage(bench: FakeBench) -> None:
     plugin = PluginCopy(OverflowLimits(ratio=100.0, gpu_reserve_bytes=8 * MIB, host_floor_bytes=100 * MIB))
-    plugin.set_host_available(100 * MIB)  # nothing can be spilled
-    held = [plugin.alloc(SEGMENT) for _ in range(27)]  # 10 MiB are free: one more segment leaves the reserve
+    plugin.set_host_available(100 * MIB)  # no memory can be spilled
+    held = [plugin.alloc(SEGMENT) for _ in range(27)]  # 10 MiB are free: one more segment still leaves the reserve
     assert plugin.alloc(32 * MIB) is None and plugin.stats().refused_host == 1
     assert (plugin.stats().stage, plugin.stats().entered) == (1, 0)
     held.append(plugin.alloc(SEGMENT))
-    assert held[-1] is not None, "device memory that may be given was refused"
+    assert held[-1] is not None, "device memory within the limits was refused"
     for address in held:
         plugin.free(address)
 
 
 @on_fake()
-def test_a_peak_is_of_memory_that_was_given(bench: FakeBench) -> None:
+def test_the_peak_counts_only_allocated_memory(bench: FakeBench) -> None:
     plugin = PluginCopy()
     for call in ("cuMemAlloc", "cuMemAllocManaged"):
         bench.fake.fault(call, OUT_OF_MEMORY)
     assert plugin.alloc(SEGMENT) is None
-    told = plugin.stats()
-    assert (told.device_peak_bytes, told.managed_peak_bytes, told.device_bytes, told.managed_bytes) == (0, 0, 0, 0)
+    stats = plugin.stats()
+    assert (stats.device_peak_bytes, stats.managed_peak_bytes, stats.device_bytes, stats.managed_bytes) == (0, 0, 0, 0)
 
 
 @on_fake()
-def test_a_free_after_the_drivers_end_is_no_refusal_and_stays_in_the_account(bench: FakeBench) -> None:
+def test_a_free_after_the_driver_has_ended_is_not_a_refusal_and_stays_booked(bench: FakeBench) -> None:
     plugin = PluginCopy()
     address, calls = plugin.alloc(SEGMENT), bench.fake.calls("cuMemFree")
     bench.fake.fault("cuCtxGetCurrent", DEINITIALIZED)
     plugin.free(address, SEGMENT)
-    told = plugin.stats()
-    assert (told.refusals, told.free_failures, told.device_bytes) == (0, 1, SEGMENT)
-    assert (told.last_call, told.last_error) == ("cuCtxGetCurrent", DEINITIALIZED)
+    stats = plugin.stats()
+    assert (stats.refusals, stats.free_failures, stats.device_bytes) == (0, 1, SEGMENT)
+    assert (stats.last_call, stats.last_error) == ("cuCtxGetCurrent", DEINITIALIZED)
     assert bench.fake.calls("cuMemFree") == calls
     plugin.free(address, SEGMENT)
     assert plugin.stats().device_bytes == 0
 
 
 @on_fake()
-def test_what_could_not_be_freed_can_be_freed_later(bench: FakeBench) -> None:
+def test_memory_that_could_not_be_freed_can_be_freed_later(bench: FakeBench) -> None:
     plugin = PluginCopy()
     address = plugin.alloc(SEGMENT)
     bench.fake.fault("cuMemFree", 700)
     plugin.free(address, SEGMENT)
     assert plugin.overflow.segment_kind(address) is MemoryKind.DEVICE
     plugin.free(address, SEGMENT)
-    told = plugin.stats()
-    assert (told.device_bytes, told.device_segments, told.free_failures, told.foreign_frees) == (0, 0, 1, 0)
+    stats = plugin.stats()
+    assert (stats.device_bytes, stats.device_segments, stats.free_failures, stats.foreign_frees) == (0, 0, 1, 0)
     assert bench.fake.hbm_used() == 0
 
 
 @on_fake(devices=2)
-def test_the_call_that_failed_is_named(bench: FakeBench) -> None:
+def test_the_failed_call_is_named(bench: FakeBench) -> None:
     plugin = PluginCopy(device=2)
     assert plugin.alloc(SEGMENT, device=2) is None
     assert plugin.stats(2).last_call == "cuDeviceGet"
 
 
 @on_fake(devices=2)
-def test_a_segment_is_freed_whichever_device_is_named_and_comes_off_its_own_account(bench: FakeBench) -> None:
+def test_a_segment_is_freed_on_its_own_device_whatever_device_is_passed(bench: FakeBench) -> None:
     plugin = PluginCopy(device=1)
     address = plugin.alloc(SEGMENT, device=1)
     plugin.free(address, SEGMENT, device=0)
@@ -81,7 +81,7 @@ def test_a_segment_is_freed_whichever_device_is_named_and_comes_off_its_own_acco
 
 
 @on_fake()
-def test_no_size_is_too_large_to_be_refused(bench: FakeBench) -> None:
+def test_any_size_above_the_limits_is_refused(bench: FakeBench) -> None:
     plugin = PluginCopy(OverflowLimits(ratio=100.0))
     held = plugin.alloc(SEGMENT)
     largest = ctypes.c_size_t(-1).value // 2
@@ -92,7 +92,7 @@ def test_no_size_is_too_large_to_be_refused(bench: FakeBench) -> None:
 
 
 @on_fake()
-def test_a_reserve_of_more_than_there_is_means_all_of_it(bench: FakeBench) -> None:
+def test_a_reserve_above_gpu_memory_means_all_of_it(bench: FakeBench) -> None:
     for reserve in (65 * MIB, 1 << 63, (1 << 64) - 2, 1 << 64, 1 << 80):
         plugin = PluginCopy(OverflowLimits(gpu_reserve_bytes=reserve))
         address = plugin.alloc(SEGMENT)
@@ -101,14 +101,14 @@ def test_a_reserve_of_more_than_there_is_means_all_of_it(bench: FakeBench) -> No
 
 
 @on_fake()
-def test_a_floor_of_more_than_there_is_gives_nothing_away(bench: FakeBench) -> None:
+def test_a_floor_above_host_memory_allows_no_managed_memory(bench: FakeBench) -> None:
     for floor in ((1 << 64) - MIB, 1 << 64, 1 << 80):
         plugin = PluginCopy(OverflowLimits(gpu_reserve_bytes=64 * MIB, host_floor_bytes=floor))
         assert plugin.alloc(SEGMENT) is None, floor
 
 
 @on_fake()
-def test_a_device_that_cannot_be_is_not_written_to(bench: FakeBench) -> None:
+def test_an_invalid_device_number_is_ignored(bench: FakeBench) -> None:
     plugin = PluginCopy()
     for device in (-1, 64, 1 << 20):
         plugin.overflow.count_reclamations(light=1, hard=1, device=device)

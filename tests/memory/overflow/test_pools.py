@@ -1,4 +1,4 @@
-"""The decisions around overflow, each as a table or a law: refusals, limits, routing, and when to take memory back."""
+"""The decisions of overflow, as tables or properties: refusals, limits, routing, and when to reclaim memory."""
 
 from __future__ import annotations
 
@@ -56,80 +56,92 @@ def test_a_superchip_with_stock_torch_is_not_refused(gh200):
 
 
 @pytest.mark.parametrize(
-    ("settings", "device", "gpu", "below", "said"),
+    ("settings", "device", "gpu", "torch_facts", "reason_part"),
     [
         (Settings(), CUDA, GH200, STOCK, "memory.overflow.enabled is false"),
         (ON, torch.device("cpu"), GH200, STOCK, "the device is cpu"),
-        (ON, torch.device("cuda", 3), GH200, STOCK, "there is no GPU 3 here"),
-        (ON, CUDA, replace(H100, managed=False), STOCK, "has no managed memory, without"),
-        (ON, CUDA, replace(H100, concurrent_managed=False), STOCK, "no managed memory that CPU and GPU use at once"),
+        (ON, torch.device("cuda", 3), GH200, STOCK, "there is no GPU 3"),
+        (ON, CUDA, replace(H100, managed=False), STOCK, "has no managed memory, which overflow requires"),
+        (
+            ON,
+            CUDA,
+            replace(H100, concurrent_managed=False),
+            STOCK,
+            "no managed memory that CPU and GPU can use concurrently",
+        ),
         (ON, CUDA, GH200, replace(STOCK, sees_gpu=False), "sees no GPU; install a CUDA build"),
-        (ON, CUDA, GH200, replace(STOCK, version="2.9.1"), "torch 2.9.1 is too old for it; install 2.13 or newer"),
-        (ON, CUDA, GH200, replace(STOCK, backend="cudaMallocAsync"), "runs on cudaMallocAsync, which has no pools"),
+        (
+            ON,
+            CUDA,
+            GH200,
+            replace(STOCK, version="2.9.1"),
+            "torch 2.9.1 is too old for overflow; install 2.13 or newer",
+        ),
+        (ON, CUDA, GH200, replace(STOCK, backend="cudaMallocAsync"), "torch uses cudaMallocAsync, which has no pools"),
         (ON, CUDA, GH200, replace(STOCK, memory_fraction=0.9), "a memory fraction of 0.9 is set for torch"),
         (ON, CUDA, GH200, replace(STOCK, has_uvm_statistics=True), "this torch is patched and spills by itself"),
         (Settings(enabled=True, host_floor_gb=9999), CUDA, GH200, STOCK, "host_floor_gb is 9999, and the host has"),
     ],
 )
-def test_what_speaks_against_overflow_is_said_with_the_remedy(gh200, settings, device, gpu, below, said):
-    assert said in (unavailable_reason(settings, facts_of(gh200, gpu), device, below, gh200) or "")
+def test_a_reason_against_overflow_has_a_remedy(gh200, settings, device, gpu, torch_facts, reason_part):
+    assert reason_part in (unavailable_reason(settings, facts_of(gh200, gpu), device, torch_facts, gh200) or "")
 
 
-def test_a_reserve_of_the_whole_gpu_can_be_had_and_is_told():
+def test_a_reserve_of_the_whole_gpu_is_allowed_with_a_warning():
     assert (
         settings_warning(ON, 96 * GIB) is settings_warning(Settings(enabled=True, gpu_reserve_gb=95), 96 * GIB) is None
     )
-    told = settings_warning(Settings(enabled=True, gpu_reserve_gb=500), 96 * GIB)
-    assert told == "gpu_reserve_gb is 500, and the GPU has 96.0 GiB: every allocation will be managed"
+    warning = settings_warning(Settings(enabled=True, gpu_reserve_gb=500), 96 * GIB)
+    assert warning == "gpu_reserve_gb is 500, and the GPU has 96.0 GiB: all memory will be managed"
 
 
-def test_one_pool_machines_are_refused_because_spilling_buys_nothing(tmp_path):
+def test_one_pool_machines_are_refused_because_spilling_gains_nothing(tmp_path):
     host = folder_host(tmp_path, gb10_files())
     assert "share one memory on NVIDIA GB10" in (unavailable_reason(ON, facts_of(host, GB10), CUDA, STOCK, host) or "")
 
 
-def test_a_host_that_does_not_say_what_it_has_is_refused(tmp_path):
+def test_a_host_without_readable_available_memory_is_refused(tmp_path):
     host = folder_host(tmp_path, {"proc/meminfo": "MemTotal: 1 kB\n"})
     assert "cannot be read" in (unavailable_reason(ON, facts_of(host, GH200), CUDA, STOCK, host) or "")
 
 
-def test_without_a_gpu_opening_pools_is_an_error_with_the_reason_and_nothing_else(gh200):
-    facts = probe_machine(gh200, NotAvailable("no NVIDIA driver (libcuda.so.1) here"), NotAvailable("not asked"))
-    with pytest.raises(MemoryEngineError, match=r"memory\.overflow: there is no GPU 0 here \(no NVIDIA driver"):
+def test_opening_pools_without_a_gpu_raises_the_reason(gh200):
+    facts = probe_machine(gh200, NotAvailable("no NVIDIA driver (libcuda.so.1) on this machine"), NotAvailable("not asked"))
+    with pytest.raises(MemoryEngineError, match=r"memory\.overflow: there is no GPU 0 \(no NVIDIA driver"):
         pools.open_overflow_pools(ON, facts, gh200, NullSink(), driver=NotAvailable("none"))
 
 
-def test_a_plugin_that_was_not_built_is_an_error_that_says_how_to_build_it(gh200, monkeypatch, tmp_path):
+def test_a_missing_plugin_raises_an_error_with_the_remedy(gh200, monkeypatch, tmp_path):
     monkeypatch.setattr(overflow, "__file__", str(tmp_path / "overflow.py"))
     monkeypatch.setattr(pools, "torch_allocator_facts", lambda device: STOCK)
     with pytest.raises(MemoryEngineError, match=r"was not built: install a C compiler \(gcc\)"):
         pools.open_overflow_pools(ON, facts_of(gh200, GH200), gh200, NullSink(), driver=NotAvailable("none"))
 
 
-def test_limits_are_the_settings_and_shares_of_the_machine_where_they_say_nothing(tmp_path):
+def test_limits_are_the_settings_or_shares_of_the_machine_by_default(tmp_path):
     host = folder_host(tmp_path, {"proc/meminfo": meminfo(MemTotal=480 << 20, MemAvailable=400 << 20)})
     plain = overflow_limits(ON, host, host_capacity=host.memory_available())
     assert (plain.ratio, plain.gpu_reserve_bytes, plain.host_floor_bytes) == (5.0, None, 48 * GIB)
     assert (plain.host_reserve_bytes, plain.host_cap_bytes) == (4 * GIB, 400 * GIB)
     assert plain.meminfo == tmp_path / "proc/meminfo"
-    asked = Settings(enabled=True, oversubscription_ratio=2.5, gpu_reserve_gb=1.5, host_floor_gb=0.0)
-    told = overflow_limits(asked, host, host_capacity=340 * GIB)
-    assert (told.ratio, told.gpu_reserve_bytes, told.host_floor_bytes) == (2.5, int(1.5 * GIB), 0)
-    assert told.host_cap_bytes == 340 * GIB
+    settings = Settings(enabled=True, oversubscription_ratio=2.5, gpu_reserve_gb=1.5, host_floor_gb=0.0)
+    limits = overflow_limits(settings, host, host_capacity=340 * GIB)
+    assert (limits.ratio, limits.gpu_reserve_bytes, limits.host_floor_bytes) == (2.5, int(1.5 * GIB), 0)
+    assert limits.host_cap_bytes == 340 * GIB
 
 
-def test_what_is_handed_out_is_ours_to_send_home_and_counts_once():
+def test_allocated_managed_memory_counts_once_in_the_host_capacity():
     room = HostCapacity()
-    assert room.update(100, 30) == 130, "where memory of an earlier session is, nobody knows"
+    assert room.update(100, 30) == 130, "where memory of an earlier session resides is unknown"
     assert room.update(90, 0) == 90
-    assert room.update(90, 40) == 90, "handed out, and not in the host yet"
+    assert room.update(90, 40) == 90, "allocated, and not in the host yet"
     assert room.update(50, 40) == 90, "it is in the host now"
-    assert room.update(30, 40) == 70, "others took of it"
-    assert room.update(95, 40) == 95, "others gave back"
+    assert room.update(30, 40) == 70, "others took host memory"
+    assert room.update(95, 40) == 95, "others freed host memory"
     assert room.update(60, 0) == 60
 
 
-def test_a_containers_limit_caps_what_the_host_could_hold(tmp_path):
+def test_a_containers_limit_caps_the_host_capacity(tmp_path):
     files = {
         "proc/meminfo": meminfo(MemTotal=480 << 20, MemAvailable=400 << 20),
         "proc/self/cgroup": "0::/job\n",
@@ -137,8 +149,8 @@ def test_a_containers_limit_caps_what_the_host_could_hold(tmp_path):
         "sys/fs/cgroup/job/memory.current": f"{40 * GIB}\n",
     }
     host = folder_host(tmp_path, files)
-    told = overflow_limits(ON, host, host_capacity=HostCapacity().update(host.memory_available() or 0, 10 * GIB))
-    assert (told.host_cap_bytes, told.host_floor_bytes) == (70 * GIB, 10 * GIB)
+    limits = overflow_limits(ON, host, host_capacity=HostCapacity().update(host.memory_available() or 0, 10 * GIB))
+    assert (limits.host_cap_bytes, limits.host_floor_bytes) == (70 * GIB, 10 * GIB)
 
 
 class DocumentedFunction:
@@ -153,13 +165,13 @@ KNOWN = (
 
 
 @pytest.mark.parametrize(
-    ("version", "call", "said"),
+    ("version", "call", "reason_part"),
     [
         ("2.13.0+cu130", DocumentedFunction(KNOWN), None),
         ("2.15.0", DocumentedFunction("_cuda_beginAllocateToPool(arg0: int, arg1: Tuple[int, int]) -> None"), None),
         ("2.13.0", None, "has no _cuda_beginAllocateToPool"),
-        ("2.16.0", DocumentedFunction(KNOWN), "none of those that were tried (2.13 to 2.15)"),
-        ("3.0.0", DocumentedFunction(KNOWN), "none of those that were tried"),
+        ("2.16.0", DocumentedFunction(KNOWN), "is not among the tested versions (2.13 to 2.15)"),
+        ("3.0.0", DocumentedFunction(KNOWN), "is not among the tested versions"),
         ("2.14.0", DocumentedFunction(KNOWN.replace(") ->", ", arg2: bool) ->")), "changed the signature"),
         (
             "2.14.0",
@@ -169,16 +181,16 @@ KNOWN = (
         ("2.14.0", DocumentedFunction(""), "changed the signature"),
     ],
 )
-def test_the_private_call_is_used_only_as_it_is_known(version, call, said):
+def test_the_private_call_is_used_only_with_a_known_version_and_signature(version, call, reason_part):
     reason = process_wide_problem(version, call)
-    assert reason is None if said is None else said in (reason or "")
+    assert reason is None if reason_part is None else reason_part in (reason or "")
 
 
 def block(address: int, size: int, state: str) -> dict[str, object]:
     return {"address": address, "size": size, "state": state}
 
 
-def test_a_snapshot_is_read_for_the_plugins_segments_and_their_free_blocks():
+def test_a_snapshot_gives_the_plugins_segments_with_their_free_blocks():
     blocks = [block(4096, 100, "active_allocated"), block(4196, 50, "inactive"), block(4246, 50, "active_pending_free")]
     snapshot = [
         {"address": 4096, "total_size": 200, "blocks": blocks},
@@ -189,7 +201,7 @@ def test_a_snapshot_is_read_for_the_plugins_segments_and_their_free_blocks():
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 300)), min_size=1, max_size=20), st.sampled_from([16, 64]))
-def test_cold_spans_are_whole_pages_inside_free_blocks(blocks, page):
+def test_free_managed_ranges_are_whole_pages_inside_free_blocks(blocks, page):
     address, free, expected = 1 << 20, [], 0
     for is_free, size in blocks:
         if is_free:
@@ -237,17 +249,17 @@ CALM = PoolState(
         ({"can_discard": False, "steps_since_light": 100}, True),
     ],
 )
-def test_when_cold_memory_is_taken_off_the_gpu(changes, due):
+def test_when_a_light_reclaim_happens(changes, due):
     assert (light_reclaim_reason(replace(CALM, **changes)) is not None) is due
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason_part"),
     [
         ({}, None),
-        ({"peak_bytes": 70 * GIB}, "120 GiB are held, and never more than 70.0 GiB were in use"),
+        ({"peak_bytes": 70 * GIB}, "120 GiB are reserved, and at most 70.0 GiB were in use at once"),
         ({"peak_bytes": 70 * GIB, "steps_since_hard": 99}, None),
-        ({"peak_bytes": 70 * GIB, "steps_since_hard": 100}, "never more than"),
+        ({"peak_bytes": 70 * GIB, "steps_since_hard": 100}, "at most"),
         ({"peak_bytes": 70 * GIB, "cached_bytes": 4 * GIB}, None),
         ({"refused": True}, "an allocation was refused while the cache held 60.0 GiB"),
         ({"refused": True, "steps_since_hard": 1}, "an allocation was refused"),
@@ -257,6 +269,6 @@ def test_when_cold_memory_is_taken_off_the_gpu(changes, due):
         ({"gpu_free_bytes": 31 * GIB, "cold_bytes": GIB}, None),
     ],
 )
-def test_when_pools_are_rebuilt(changes, said):
+def test_when_a_hard_reclaim_happens(changes, reason_part):
     reason = hard_reclaim_reason(replace(CALM, **changes))
-    assert reason is None if said is None else said in (reason or "")
+    assert reason is None if reason_part is None else reason_part in (reason or "")

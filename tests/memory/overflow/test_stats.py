@@ -1,4 +1,6 @@
-"""`memory.stats()`: reachable without torch, under the seeds' names, and mirrored from the plugin field by field."""
+"""`memory.stats()`: importable without torch, with the key names of the GH200 forks, and mirrored from the plugin field
+by field.
+"""
 
 from __future__ import annotations
 
@@ -26,39 +28,39 @@ def test_the_package_is_imported_without_torch_and_without_the_configuration():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_the_function_stays_a_function_after_its_module_is_imported():
+def test_stats_remains_a_function_after_its_module_is_imported():
 
     assert callable(memory.stats)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 0)])
-def test_a_device_is_named_as_torch_takes_it(device):
+def test_a_device_is_accepted_in_the_forms_that_torch_accepts(device):
     assert memory.stats(device).keys() == memory.stats(0).keys()
 
 
 @pytest.mark.skipif(NO_PLUGIN, reason="the plugin was not built")
-def test_where_overflow_was_never_used_the_stage_is_zero_and_so_is_everything():
-    told = memory.stats()
-    numbers = {key: value for key, value in told.items() if key.startswith("uvm.") and key != "uvm.last_error.call"}
-    assert told["uvm.stage"] == 0 and len(numbers) == len(STAT_KEYS) - 1
+def test_without_overflow_the_stage_and_all_counts_are_zero():
+    figures = memory.stats()
+    numbers = {key: value for key, value in figures.items() if key.startswith("uvm.") and key != "uvm.last_error.call"}
+    assert figures["uvm.stage"] == 0 and len(numbers) == len(STAT_KEYS) - 1
     assert set(numbers.values()) == {0}
 
 
-def test_without_the_plugin_its_keys_are_absent_not_zero(monkeypatch, tmp_path):
+def test_without_the_plugin_its_keys_are_absent(monkeypatch, tmp_path):
     monkeypatch.setattr(overflow, "__file__", str(tmp_path / "overflow.py"))
     assert not [key for key in memory.stats() if key.startswith("uvm.")]
 
 
-def test_every_key_is_a_field_of_the_account():
+def test_every_key_is_a_field_of_overflow_stats():
     assert STAT_KEYS.keys() <= set(OverflowStats.__slots__)
 
 
-def test_the_docs_name_every_key():
+def test_the_documentation_names_every_key():
     page = (ROOT / "docs/overflow.md").read_text()
     assert [f"uvm.{key}" for key in STAT_KEYS.values() if f"`uvm.{key}`" not in page] == []
 
 
-def test_the_mirror_has_the_fields_of_the_c_struct_in_their_order():
+def test_the_ctypes_structure_has_the_fields_of_the_c_struct_in_order():
     source = (ROOT / "supertuner/memory/overflow/_overflow.c").read_text()
     body = re.search(r"struct statistics \{(.*?)\n\};", source, re.DOTALL)
     assert body is not None

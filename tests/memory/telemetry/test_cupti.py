@@ -1,4 +1,4 @@
-"""CUPTI's unified-memory counters over a stand-in library: summed, versioned, refused with CUPTI's own word."""
+"""CUPTI's unified-memory counters over a fake library: summed, for each version, with CUPTI's own text for an error."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def opened() -> CuptiCounters:
 
 
 @pytest.mark.parametrize("version", ["20", "26", "130001"])
-def test_moved_bytes_and_faults_are_added_up_whatever_the_records_length(
+def test_migrated_bytes_and_faults_are_summed_for_every_record_length(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     monkeypatch.setenv("FAKECUPTI_VERSION", version)
     cupti = opened()
     for counter, value in ((TO_DEVICE, 65536), (TO_DEVICE, 2 << 20), (TO_HOST, 4096), (GPU_FAULT, 3)):
         assert library.fakecupti_record(counter, value)
-    assert library.fakecupti_record(CPU_FAULT, 0x401000), "its value is where the program was, not how often"
+    assert library.fakecupti_record(CPU_FAULT, 0x401000), "its value is the program counter, not a count"
     assert cupti.sample() == {
         "to_device_bytes": 65536 + (2 << 20),
         "to_host_bytes": 4096,
         "cpu_faults": 1,
         "gpu_fault_groups": 3,
     }
-    assert cupti.sample() == NOTHING, "a sample is what happened since the last"
+    assert cupti.sample() == NOTHING, "a sample counts only since the last one"
     cupti.close()
 
 
@@ -58,13 +58,13 @@ def test_more_records_than_a_buffer_holds_are_all_counted(library: ctypes.CDLL) 
     cupti.close()
 
 
-def test_counters_that_were_not_asked_for_stay_off(library: ctypes.CDLL) -> None:
+def test_counters_that_were_not_requested_stay_disabled(library: ctypes.CDLL) -> None:
     cupti = opened()
     assert not library.fakecupti_record(THRASHING, 1)
     cupti.close()
 
 
-def test_records_of_another_client_are_not_taken_for_ours(library: ctypes.CDLL) -> None:
+def test_records_of_another_client_are_not_counted(library: ctypes.CDLL) -> None:
     cupti = opened()
     library.fakecupti_kind(10)
     library.fakecupti_record(TO_DEVICE, 4096)
@@ -73,18 +73,18 @@ def test_records_of_another_client_are_not_taken_for_ours(library: ctypes.CDLL) 
     cupti.close()
 
 
-def test_after_closing_nothing_is_counted_and_the_callbacks_live_on(library: ctypes.CDLL) -> None:
+def test_after_closing_nothing_is_counted_and_the_callbacks_stay_valid(library: ctypes.CDLL) -> None:
     cupti = opened()
     cupti.close()
     del cupti
     gc.collect()
-    # Another client enables the same records; CUPTI asks the callbacks that it knows for a buffer.
+    # Another client enables the same records; CUPTI requests a buffer from the callbacks that it knows.
     assert library.cuptiActivityEnable(25) == 0
     assert not library.fakecupti_record(TO_DEVICE, 4096)
     library.cuptiActivityDisable(25)
 
 
-def test_a_gpu_that_does_not_count_is_missing_with_cuptis_word(
+def test_a_gpu_without_counters_is_not_available_with_cuptis_error_text(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKECUPTI_CONFIGURE", "29")
@@ -93,7 +93,7 @@ def test_a_gpu_that_does_not_count_is_missing_with_cuptis_word(
     assert answer == NotAvailable(f"{call}: {word}")
 
 
-def test_an_unknown_version_is_not_guessed_at(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_version_is_not_used(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKECUPTI_VERSION", "140000")
     answer = open_cupti(0, [str(fake_cupti())])
     assert isinstance(answer, NotAvailable) and "140000" in answer.reason
@@ -102,6 +102,6 @@ def test_an_unknown_version_is_not_guessed_at(library: ctypes.CDLL, monkeypatch:
     ]  # fmt: skip
 
 
-def test_no_library_is_missing_with_its_name(tmp_path: Path) -> None:
+def test_a_missing_library_is_reported_by_name(tmp_path: Path) -> None:
     name = str(tmp_path / "libcupti.so.13")
     assert open_cupti(0, [name]) == NotAvailable(f"no CUPTI ({name}) on this machine")

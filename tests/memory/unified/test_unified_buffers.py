@@ -1,4 +1,4 @@
-"""Batches in managed memory: the right bytes, blocks that come again only when nobody uses them, and a limit."""
+"""Batches in managed memory: correct bytes, blocks that are reused only when nothing uses them, and a limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 class ManualFence:
-    """A GPU whose work is done when the test says so."""
+    """A GPU whose work is done when the test decides."""
 
     def __init__(self) -> None:
         self.open = True
@@ -34,7 +34,7 @@ class ManualFence:
         return lambda: self.open
 
 
-# ── blocks, on the software superchip ────────────────────────────────────────────────────────────────────────────────
+# ── blocks, on the software superchip ─────────────────────────────────────────────────────────────────────────────────
 
 
 def acquired(blocks: ManagedBlockPool, nbytes: int) -> ManagedBlock:
@@ -44,7 +44,7 @@ def acquired(blocks: ManagedBlockPool, nbytes: int) -> ManagedBlock:
 
 
 @given(st.integers(0, 1 << 40))
-def test_a_size_class_holds_what_was_asked_in_whole_blocks_and_wastes_an_eighth_at_most(nbytes: int) -> None:
+def test_a_size_class_is_in_whole_blocks_and_at_most_an_eighth_too_large(nbytes: int) -> None:
     size = size_class(nbytes)
     assert size >= max(nbytes, 1)
     assert size % BLOCK_BYTES == 0
@@ -52,7 +52,7 @@ def test_a_size_class_holds_what_was_asked_in_whole_blocks_and_wastes_an_eighth_
     assert size_class(size) == size
 
 
-def test_a_block_that_was_given_back_comes_again_for_its_size() -> None:
+def test_a_recycled_block_is_reused_for_its_size() -> None:
     driver = superchip()
     blocks = ManagedBlockPool(driver, 0, CPU, 64 * MIB)
     first = acquired(blocks, 3 * MIB)
@@ -65,11 +65,11 @@ def test_a_block_that_was_given_back_comes_again_for_its_size() -> None:
     assert blocks.held_bytes == 8 * MIB
 
 
-def test_the_limit_counts_what_is_lent_and_idle_blocks_of_other_sizes_make_room() -> None:
+def test_the_limit_counts_used_blocks_and_idle_blocks_of_other_sizes_are_freed() -> None:
     blocks = ManagedBlockPool(superchip(), 0, CPU, 8 * MIB)
     small = [acquired(blocks, 2 * MIB) for _ in range(4)]
     refused = blocks.acquire(2 * MIB)
-    assert refused == HintOutcome(HintStatus.REFUSED, "batches in unified memory reached their limit")
+    assert refused == HintOutcome(HintStatus.REFUSED, "batches in unified memory have reached their limit")
     for block in small[:3]:
         blocks.recycle(block)
     large = acquired(blocks, 6 * MIB)
@@ -77,7 +77,7 @@ def test_the_limit_counts_what_is_lent_and_idle_blocks_of_other_sizes_make_room(
     assert isinstance(blocks.acquire(10 * MIB), HintOutcome)
 
 
-def test_a_drivers_no_is_an_answer() -> None:
+def test_a_driver_error_is_returned_as_outcome() -> None:
     driver = superchip()
     driver.inject_fault(InjectedFault("allocate", "CUDA_ERROR_OUT_OF_MEMORY"))
     blocks = ManagedBlockPool(driver, 0, CPU, 8 * MIB)
@@ -86,17 +86,17 @@ def test_a_drivers_no_is_an_answer() -> None:
     acquired(blocks, 1)
 
 
-def test_idle_blocks_are_given_back_to_the_driver() -> None:
+def test_idle_blocks_are_freed() -> None:
     driver = superchip()
     blocks = ManagedBlockPool(driver, 0, CPU, 8 * MIB)
     block, kept = acquired(blocks, 1), acquired(blocks, 1)
     blocks.recycle(block)
     blocks.free_idle_blocks()
     assert blocks.held_bytes == kept.span.nbytes
-    assert driver.memory_kind_at(block.span.address) is MemoryKind.SYSTEM  # the driver does not know it any more
+    assert driver.memory_kind_at(block.span.address) is MemoryKind.SYSTEM  # the driver does not know freed memory
 
 
-# ── tensors, on memory that exists ───────────────────────────────────────────────────────────────────────────────────
+# ── tensors, on the fake driver ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def batch() -> list[torch.Tensor]:
@@ -113,7 +113,7 @@ def batch() -> list[torch.Tensor]:
 
 
 @on_fake()
-def test_a_batch_keeps_its_values_and_is_on_its_way_to_the_gpu(bench: FakeBench) -> None:
+def test_a_placed_batch_keeps_its_values_and_is_prefetched(bench: FakeBench) -> None:
     buffers = UnifiedBuffers(bench.driver, CPU)
     tensors = batch()
     placed, outcome = buffers.place(tensors)
@@ -138,25 +138,25 @@ def test_a_batch_keeps_its_values_and_is_on_its_way_to_the_gpu(bench: FakeBench)
 
 
 @on_fake()
-def test_a_block_waits_for_its_last_view_and_then_for_the_gpu(bench: FakeBench) -> None:
-    gate = ManualFence()
-    buffers = UnifiedBuffers(bench.driver, CPU, fence=gate)
+def test_a_block_is_recycled_after_its_last_view_and_then_the_gpu_have_finished(bench: FakeBench) -> None:
+    fence = ManualFence()
+    buffers = UnifiedBuffers(bench.driver, CPU, fence=fence)
     placed, _ = buffers.place([torch.ones(100), torch.ones(50)])
     assert placed is not None
     view, address = placed[1][10:], placed[0].data_ptr()
     del placed
     other, _ = buffers.place([torch.zeros(100)])
     assert other is not None and other[0].data_ptr() != address
-    assert gate.marks == 0
+    assert fence.marks == 0
     assert view.sum() == 40
-    gate.open = False
+    fence.open = False
     del view
     buffers.reclaim_blocks()
-    assert (gate.marks, buffers.blocks_in_use) == (1, 2)
+    assert (fence.marks, buffers.blocks_in_use) == (1, 2)
     busy, _ = buffers.place([torch.zeros(100)])
     assert busy is not None and busy[0].data_ptr() != address
-    assert gate.marks == 1, "the moment is marked once, when the tensors were gone"
-    gate.open = True
+    assert fence.marks == 1, "the fence is set once, when the tensors are gone"
+    fence.open = True
     again, _ = buffers.place([torch.zeros(100)])
     assert again is not None and again[0].data_ptr() == address
     del other, busy, again
@@ -165,7 +165,7 @@ def test_a_block_waits_for_its_last_view_and_then_for_the_gpu(bench: FakeBench) 
 
 
 @on_fake()
-def test_what_autograd_saved_keeps_the_block(bench: FakeBench) -> None:
+def test_a_tensor_that_autograd_saved_keeps_the_block(bench: FakeBench) -> None:
     buffers = UnifiedBuffers(bench.driver, CPU)
     placed, _ = buffers.place([torch.full((8,), 2.0)])
     assert placed is not None
@@ -183,7 +183,7 @@ def test_what_autograd_saved_keeps_the_block(bench: FakeBench) -> None:
 
 
 @on_fake()
-def test_a_batch_beyond_the_limit_is_left_to_the_caller_until_there_is_room(bench: FakeBench) -> None:
+def test_a_batch_beyond_the_limit_is_not_placed_until_there_is_room(bench: FakeBench) -> None:
     buffers = UnifiedBuffers(bench.driver, CPU, limit_bytes=4 * MIB)
     one, _ = buffers.place([torch.zeros(2 * MIB, dtype=torch.uint8)])
     two, _ = buffers.place([torch.zeros(2 * MIB, dtype=torch.uint8)])
@@ -197,7 +197,7 @@ def test_a_batch_beyond_the_limit_is_left_to_the_caller_until_there_is_room(benc
 
 
 @on_fake()
-def test_close_leaves_a_block_whose_tensors_live(bench: FakeBench) -> None:
+def test_close_keeps_a_block_whose_tensors_exist(bench: FakeBench) -> None:
     buffers = UnifiedBuffers(bench.driver, CPU)
     placed, _ = buffers.place([torch.ones(5)])
     assert placed is not None
@@ -209,7 +209,7 @@ def test_close_leaves_a_block_whose_tensors_live(bench: FakeBench) -> None:
 
 
 @on_fake()
-def test_too_little_free_memory_leaves_the_batch_in_host_memory_and_says_so(bench: FakeBench) -> None:
+def test_with_too_little_free_memory_the_prefetch_is_refused(bench: FakeBench) -> None:
     buffers = UnifiedBuffers(bench.driver, CPU, free_bytes=lambda: 0)
     placed, outcome = buffers.place([torch.ones(5)])
     assert placed is not None and placed[0].sum() == 5
@@ -219,7 +219,7 @@ def test_too_little_free_memory_leaves_the_batch_in_host_memory_and_says_so(benc
 
 
 @on_fake()
-def test_a_batch_with_a_tensor_that_is_no_plain_memory_is_left_alone(bench: FakeBench) -> None:
+def test_a_batch_with_a_tensor_that_is_not_plain_is_not_placed(bench: FakeBench) -> None:
     buffers = UnifiedBuffers(bench.driver, CPU)
     for odd in (torch.eye(3).to_sparse(), torch.zeros(3, device="meta")):
         placed, outcome = buffers.place([torch.ones(5), odd])
@@ -228,7 +228,7 @@ def test_a_batch_with_a_tensor_that_is_no_plain_memory_is_left_alone(bench: Fake
 
 
 @on_fake()
-def test_a_tensor_of_another_make_is_left_alone(bench: FakeBench) -> None:
+def test_a_tensor_subclass_is_not_placed(bench: FakeBench) -> None:
     buffers = UnifiedBuffers(bench.driver, CPU)
     for odd in odd_tensors():
         placed, outcome = buffers.place([torch.ones(5), odd])
@@ -238,13 +238,13 @@ def test_a_tensor_of_another_make_is_left_alone(bench: FakeBench) -> None:
 
 def odd_tensors() -> list[torch.Tensor]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls both kinds old, and makes them all the same
+        warnings.simplefilter("ignore")  # torch deprecates both kinds, and still creates them
         quantised = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
         return [quantised, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])]
 
 
 @on_fake()
-def test_a_block_whose_batch_could_not_be_written_comes_again(bench: FakeBench) -> None:
+def test_a_block_whose_batch_could_not_be_written_is_recycled(bench: FakeBench) -> None:
     buffers = UnifiedBuffers(bench.driver, CPU, limit_bytes=BLOCK_BYTES)
     write = unified._copy_into
 
@@ -258,14 +258,14 @@ def test_a_block_whose_batch_could_not_be_written_comes_again(bench: FakeBench) 
     finally:
         unified._copy_into = write
     placed, _ = buffers.place([torch.ones(5)])
-    assert placed is not None, "the limit counts a block that nobody has"
+    assert placed is not None, "the limit counts a block that nothing uses"
     del placed
     buffers.close()
     assert buffers.held_bytes == 0
 
 
 @on_fake()
-def test_an_error_of_the_gpu_while_blocks_are_settled_lends_none_of_them_twice(bench: FakeBench) -> None:
+def test_a_gpu_error_while_blocks_are_reclaimed_recycles_no_block_twice(bench: FakeBench) -> None:
     class Breaks(ManualFence):
         def __call__(self) -> Callable[[], bool]:
             super().__call__()
@@ -285,28 +285,28 @@ def test_an_error_of_the_gpu_while_blocks_are_settled_lends_none_of_them_twice(b
     assert buffers.held_bytes == 0
 
 
-def test_a_header_is_not_given_up_while_a_thread_may_still_look_at_it() -> None:
-    """A storage is expired a moment before torch looks for a deleter in the header, on whatever thread that is."""
+def test_a_header_is_kept_while_a_thread_may_still_read_it() -> None:
+    """A storage expires shortly before torch reads the deleter in the header, on any thread."""
     blocks = ManagedBlockPool(superchip(), 0, CPU, 4 * MIB)
     first = acquired(blocks, 4 * MIB)
     blocks.recycle(first)
-    other = acquired(blocks, 2 * MIB)  # the first block goes back to the driver for it
+    other = acquired(blocks, 2 * MIB)  # the first block is freed for it
     assert other.header is first.header
     assert other.header.make_tensor()[0].shape == (2 * MIB,)
 
 
 @on_fake("no_uvm")
-def test_without_managed_memory_batches_go_another_way(bench: FakeBench) -> None:
+def test_without_managed_memory_batches_are_not_placed(bench: FakeBench) -> None:
     placed, outcome = UnifiedBuffers(bench.driver, CPU).place([torch.ones(5)])
     assert placed is None
     assert (outcome.status, outcome.reason) == (
         HintStatus.UNSUPPORTED,
-        "no managed memory that CPU and GPU may use at once",
+        "no managed memory that CPU and GPU can use concurrently",
     )
 
 
 @on_fake()
-def test_many_threads_never_share_a_block(bench: FakeBench) -> None:
+def test_concurrent_threads_never_share_a_block(bench: FakeBench) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     buffers = UnifiedBuffers(bench.driver, CPU, limit_bytes=512 * MIB)
@@ -326,8 +326,8 @@ def test_many_threads_never_share_a_block(bench: FakeBench) -> None:
 
 
 @pytest.mark.parametrize("name", ["memory_kind_at", "prefetch"])
-def test_a_batch_that_could_not_be_sent_is_placed_all_the_same(name: str) -> None:
-    """The GPU then fetches it when it reads it."""
+def test_a_batch_is_placed_even_if_its_prefetch_fails(name: str) -> None:
+    """The GPU then migrates it when it reads it."""
     driver = superchip()
     buffers = UnifiedBuffers(driver, CPU)
     driver.inject_fault(InjectedFault(name, "CUDA_ERROR_UNKNOWN"))

@@ -1,4 +1,4 @@
-"""Before a run begins it says whether it fits, and one that cannot is refused with what would help, unless told to."""
+"""Before training, a run reports whether it fits; one that does not is refused with remedies, unless it is forced."""
 
 from __future__ import annotations
 
@@ -39,79 +39,74 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configured(folder: Path, **forecast: Any) -> RunConfig:
-    made = a_run(folder, "run", train={"mixed_precision": "bf16", "batch_size": 2, "max_steps": 2})
-    return load_config(made).config.model_copy(
-        update={
-            "forecast": load_config(made).config.forecast.model_copy(update={"before_training": "always", **forecast})
-        }
-    )
+    file = a_run(folder, "run", train={"mixed_precision": "bf16", "batch_size": 2, "max_steps": 2})
+    config = load_config(file).config
+    changed = config.forecast.model_copy(update={"before_training": "always", **forecast})
+    return config.model_copy(update={"forecast": changed})
 
 
 def with_small_gpu(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
-    """This machine has a GH200 with so little memory."""
+    """Makes this machine a GH200 with little memory."""
     monkeypatch.setattr(
-        module, "_room", lambda device, host: replace(known_machine_capacity("gh200-96"), gpu_bytes=mib << 20)
+        module,
+        "_device_capacity",
+        lambda device, host: replace(known_machine_capacity("gh200-96"), gpu_bytes=mib << 20),
     )
 
 
-def begin(config: RunConfig, **more: Any) -> RecordingSink:
-    told = RecordingSink()
-    preflight_check(config, CPU, host=HostFacts(), sink=told, progress=NullSink(), **more)
-    return told
+def check(config: RunConfig, **more: Any) -> RecordingSink:
+    sink = RecordingSink()
+    preflight_check(config, CPU, host=HostFacts(), sink=sink, progress=NullSink(), **more)
+    return sink
 
 
-def test_a_run_that_fits_says_so_in_one_line(folder: Path) -> None:
-    told = begin(configured(folder))
-    (event,) = told.events
+def test_a_run_that_fits_is_reported_in_one_line(folder: Path) -> None:
+    (event,) = check(configured(folder)).events
     assert isinstance(event, NoteEvent) and event.what == "forecast"
     assert event.message.startswith("modelled: fits this machine: ") and "\n" not in event.message
 
 
-def test_a_run_that_cannot_fit_is_refused_with_what_would_help(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_does_not_fit_is_refused_with_remedies(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_small_gpu(monkeypatch, 66)
     with pytest.raises(TrainError) as refused:
-        begin(configured(folder))
+        check(configured(folder))
     text = str(refused.value)
     assert text.startswith("modelled: does not fit GH200 96 GB: ")
-    assert "too much" in text and "--anyway" in text and "forecast.refuse: false" in text
+    assert "too much" in text and "--force" in text and "forecast.refuse: false" in text
 
 
 @pytest.mark.parametrize("how", ["flag", "setting"])
-def test_it_begins_all_the_same_if_told_to_and_is_warned(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_forced_run_that_does_not_fit_gets_a_warning(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     with_small_gpu(monkeypatch, 66)
     config = configured(folder, refuse=how != "setting")
-    assert "does not fit" in begin(config, anyway=how == "flag").text(WarningEvent)
+    warning = check(config, force=how == "flag").text(WarningEvent)
+    assert "does not fit" in warning and ("--force" if how == "flag" else "forecast.refuse: false") in warning
 
 
-def test_overflow_is_counted_where_it_is_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overflow_memory_counts_if_it_is_enabled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_small_gpu(monkeypatch, 66)
     config = configured(folder)
     overflow = config.memory.overflow.model_copy(update={"enabled": True})
     spilling = config.model_copy(update={"memory": config.memory.model_copy(update={"overflow": overflow})})
-    assert "fits" in begin(spilling).text()
+    assert "fits" in check(spilling).text()
 
 
-def test_nothing_is_traced_where_the_model_is_small_beside_the_memory(folder: Path) -> None:
-    told = begin(configured(folder, before_training="auto"))
-    assert "no forecast: the model is small beside" in told.text()
+def test_a_model_that_is_small_compared_with_host_memory_is_not_traced(folder: Path) -> None:
+    assert "no forecast: the model is small compared with" in check(configured(folder, before_training="auto")).text()
 
 
-def test_weights_that_are_shared_out_are_said_not_to_be_forecast(folder: Path) -> None:
-    told = begin(configured(folder), shared_out=True)
-    assert told.text() == (
-        'no forecast and no plan: what a process needs of weights that are shared out (parallel.strategy "fsdp") is '
-        "not worked out"
+def test_sharded_weights_are_not_forecast_and_the_run_says_so(folder: Path) -> None:
+    assert check(configured(folder), sharded=True).text() == (
+        'no forecast and no plan: the memory of a process that holds a shard (parallel.strategy "fsdp") is not modelled'
     )
 
 
-def test_nothing_is_said_where_nothing_is_asked(folder: Path) -> None:
-    assert begin(configured(folder, before_training="never")).events == []
+def test_a_forecast_that_is_switched_off_reports_nothing(folder: Path) -> None:
+    assert check(configured(folder, before_training="never")).events == []
 
 
-def test_a_model_that_nobody_knows_yet_is_no_reason_not_to_begin(folder: Path) -> None:
+def test_an_unknown_model_that_is_not_downloaded_yet_does_not_stop_the_run(folder: Path) -> None:
     config = configured(folder)
-    unknown = config.model.model_copy(update={"path": "nobody/knows-this-one"})
-    told = begin(config.model_copy(update={"model": unknown}))
-    assert "no forecast before the model is here" in told.text()
+    unknown = config.model.model_copy(update={"path": "someone/unknown-model"})
+    text = check(config.model_copy(update={"model": unknown})).text()
+    assert "no forecast until the model is on this machine" in text

@@ -1,7 +1,7 @@
-"""Published models at full size: what an estimate says of sizes agrees with public arithmetic, nothing downloaded.
+"""Published models at full size: estimated sizes agree with arithmetic from their model cards, nothing is downloaded.
 
-Steps of full size take minutes to trace, and are compared with torch's own allocator on the phantom; here are the parts
-that take seconds.
+Tracing steps of full size takes minutes; tests/phantom compares them with torch's allocator. These are the parts that
+take seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def traces() -> CachedTraceProvider:
     return CachedTraceProvider(config, known_machine_capacity("gh200-96"), NullSink(), NullSink())
 
 
-def test_a_picture_is_half_a_mebibyte_and_a_caption_at_most_four(traces: CachedTraceProvider) -> None:
+def test_an_encoded_image_is_half_a_mebibyte_and_a_caption_at_most_four(traces: CachedTraceProvider) -> None:
     sizes = traces.encoded_sizes()
     assert sizes.latent_bytes(SQUARE) == 16 * 128 * 128 * 2
     assert sizes.longest_caption_bytes == 512 * 4096 * 2 and sizes.token_bytes == 4096 * 2
@@ -44,7 +44,7 @@ def test_a_clip_of_81_frames_in_720p_is_75600_tokens(traces: CachedTraceProvider
     assert traces.encoded_sizes().latent_bytes(clip) == 16 * 21 * 90 * 160 * 2
 
 
-def test_two_experts_are_57_gigabytes_and_the_seeds_260_latents_136_megabytes(traces: CachedTraceProvider) -> None:
+def test_two_experts_are_57_gigabytes_and_260_latents_136_megabytes(traces: CachedTraceProvider) -> None:
     weights = sum(
         2 * parameter.numel()
         for expert in traces.model.experts
@@ -54,25 +54,31 @@ def test_two_experts_are_57_gigabytes_and_the_seeds_260_latents_136_megabytes(tr
     assert 260 * (traces.encoded_sizes().latent_bytes(SQUARE) or 0) / 1e6 == pytest.approx(136.3, abs=0.1)
 
 
-def test_the_whole_of_the_seeds_run_takes_little_beside_the_gpu(traces: CachedTraceProvider) -> None:
+def test_the_caches_of_the_260_image_example_are_far_below_the_estimates_of_the_forks(
+    traces: CachedTraceProvider,
+) -> None:
     config = load_config(CONFIGS / "wan22_lycoris_pictures.yaml", check_paths=False).config
-    held = survey_datasets(config, 260)
-    found = {one.what: one for one in list_storage(config, held, traces.encoded_sizes(), (), 6 * MIB)}
+    datasets = survey_datasets(config, 260)
+    found = {one.what: one for one in list_storage(config, datasets, traces.encoded_sizes(), (), 6 * MIB)}
     latents, text = found["cache of latents"].nbytes, found["cache of text"].nbytes
-    assert latents is not None and latents < 140 * MIB, "not 8 to 10 GB"
-    assert text is not None and text < 1.1 * GIB, "not 2 to 3 GB, however long captions are"
-    whole = forecast_schedule(config, held)
-    assert whole is not None and (whole.total_steps, whole.total_samples) == (1300, 5200)
+    assert latents is not None and latents < 140 * MIB, "the forks' documents say 8 to 10 GB"
+    assert text is not None and text < 1.1 * GIB, (
+        "the forks' documents say 2 to 3 GB; this is an upper limit for any captions"
+    )
+    schedule = forecast_schedule(config, datasets)
+    assert schedule is not None and (schedule.total_steps, schedule.total_samples) == (1300, 5200)
 
 
 @pytest.mark.parametrize(
-    ("family", "path", "much"),
+    ("family", "path", "convolutional"),
     [("sdxl", "stabilityai/stable-diffusion-xl-base-1.0", True), ("flux", "black-forest-labs/FLUX.1-dev", False)],
 )
-def test_a_denoiser_of_convolutions_is_told_from_one_of_attention(family: str, path: str, much: bool) -> None:
+def test_a_denoiser_of_convolutions_is_distinguished_from_one_of_attention(
+    family: str, path: str, convolutional: bool
+) -> None:
     config = load_config(None, sets=[f"model.family={family}", f"model.path={path}"], environ={}).config
     traces = CachedTraceProvider(config, known_machine_capacity("gh200-96"), NullSink(), NullSink())
-    assert traces.is_convolutional(traces.model.experts[0]) is much
+    assert traces.is_convolutional(traces.model.experts[0]) is convolutional
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def test_a_denoiser_of_convolutions_is_told_from_one_of_attention(family: str, p
         ("wan2.2", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", 1024, 32 * 32),
     ],
 )
-def test_tokens_of_a_picture_are_those_of_the_models_cards(family: str, path: str, side: int, tokens: int) -> None:
+def test_tokens_of_an_image_are_those_of_the_model_cards(family: str, path: str, side: int, tokens: int) -> None:
     config = load_config(None, sets=[f"model.family={family}", f"model.path={path}"], environ={}).config
     traces = CachedTraceProvider(config, known_machine_capacity("gh200-96"), NullSink(), NullSink())
     assert traces.tokens_per_sample(Bucket(MediaKind.IMAGE, side, side, 1, channels=3)) == tokens

@@ -1,4 +1,4 @@
-"""What a run stores beside the GPU: arithmetic that can be checked by hand, bounds that say so, and honest gaps."""
+"""What a run stores in host memory and on disk: arithmetic checked by hand, upper limits, and unknown sizes."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ WAN = EncodedSizes(
 )
 
 
-def a_holding(samples: int | None = 260, **more: Any) -> DatasetSize:
-    known = {"in_memory": True, "held_out": False, "stored_bytes": 2 * GIB, "known": "by hand", **more}
-    captions = known.pop("captions", CaptionTotals(samples or 0, None))
+def a_dataset(samples: int | None = 260, **more: Any) -> DatasetSize:
+    fields = {"in_memory": True, "held_out": False, "stored_bytes": 2 * GIB, "explanation": "by hand", **more}
+    captions = fields.pop("captions", CaptionTotals(samples or 0, None))
     return DatasetSize(
-        "subject", bucket_counts=(BucketCount(SQUARE, samples or 0),), samples=samples, captions=captions, **known
+        "subject", bucket_counts=(BucketCount(SQUARE, samples or 0),), samples=samples, captions=captions, **fields
     )
 
 
-def kept(holding: DatasetSize, **settings: Any) -> dict[str, StorageItem]:
+def stored(dataset: DatasetSize, **settings: Any) -> dict[str, StorageItem]:
     config = RunConfig.model_validate(settings)
     trained = [ExpertStateSizes("high_noise", 100 * MIB, 200 * MIB, 50 * MIB)]
-    return {f"{one.what} {one.where}": one for one in list_storage(config, [holding], WAN, trained, 10 * MIB)}
+    return {f"{one.what} {one.where}": one for one in list_storage(config, [dataset], WAN, trained, 10 * MIB)}
 
 
-def test_the_seeds_260_latents_are_130_mebibytes_and_not_gigabytes() -> None:
-    latents = kept(a_holding())["cache of latents memory"].nbytes
+def test_260_latents_of_1024_pixels_are_130_mebibytes_and_not_gigabytes() -> None:
+    latents = stored(a_dataset())["cache of latents memory"].nbytes
     assert latents is not None and abs(latents - 260 * 16 * 128 * 128 * 2) < 260 * 4352
 
 
-def test_captions_are_bounded_by_what_the_model_reads_or_by_their_bytes() -> None:
-    most = kept(a_holding())["cache of text memory"]
+def test_captions_are_limited_by_the_greatest_length_or_by_their_bytes() -> None:
+    most = stored(a_dataset())["cache of text memory"]
     assert most.nbytes is not None and 260 * 4 * MIB <= most.nbytes < 261 * 4 * MIB and "at most" in most.how
-    short = kept(a_holding(captions=CaptionTotals(260, 260 * 40)))["cache of text memory"].nbytes
+    short = stored(a_dataset(captions=CaptionTotals(260, 260 * 40)))["cache of text memory"].nbytes
     assert short is not None and short <= 260 * (42 * 8192 + 4352)
 
 
-def test_what_is_kept_is_in_memory_and_on_disk_and_what_is_not_cached_is_nowhere() -> None:
-    both = kept(a_holding(), cache_config={"persistent_cache": True})
-    assert both["cache of latents, kept disk"].nbytes == both["cache of latents memory"].nbytes
-    none = kept(a_holding(), cache_config={"vae_cache_type": "none", "text_cache_type": "disk"})
+def test_a_persistent_cache_is_in_memory_and_on_disk_and_a_disabled_one_in_neither() -> None:
+    both = stored(a_dataset(), cache_config={"persistent_cache": True})
+    assert both["cache of latents, persistent disk"].nbytes == both["cache of latents memory"].nbytes
+    none = stored(a_dataset(), cache_config={"vae_cache_type": "none", "text_cache_type": "disk"})
     assert "cache of latents memory" not in none and "cache of text disk" in none
 
 
-def test_a_checkpoint_is_written_before_the_oldest_goes() -> None:
-    found = kept(a_holding(), checkpoints={"keep": 2})
+def test_one_checkpoint_more_than_kept_exists_while_it_is_written() -> None:
+    found = stored(a_dataset(), checkpoints={"keep": 2})
     assert found["checkpoints disk"].nbytes == 3 * 300 * MIB
     assert found["exports disk"].nbytes == 50 * MIB
-    assert found["batches on their way memory"].nbytes == 3 * 10 * MIB
+    assert found["prefetched batches memory"].nbytes == 3 * 10 * MIB
 
 
-def test_what_is_not_known_is_not_zero() -> None:
-    found = kept(a_holding(None, captions=None, stored_bytes=None, known="not here: say --samples N"))
-    assert found["cache of latents memory"].nbytes is None and "say --samples N" in found["cache of latents memory"].how
+def test_an_unknown_size_is_none_and_the_total_says_that_it_is_incomplete() -> None:
+    found = stored(a_dataset(None, captions=None, stored_bytes=None, explanation="not here: give --samples N"))
+    assert found["cache of latents memory"].nbytes is None and "--samples N" in found["cache of latents memory"].how
     nbytes, whole = total_storage(found.values(), "memory")
     assert nbytes == 30 * MIB and not whole
 
 
-def test_variations_are_cached_each() -> None:
-    one, three = (kept(a_holding(media_turns=turns))["cache of latents memory"].nbytes for turns in (1, 3))
+def test_each_variation_of_a_sample_is_cached() -> None:
+    one, three = (stored(a_dataset(cached_media_variants=count))["cache of latents memory"].nbytes for count in (1, 3))
     assert one is not None and three == 3 * one

@@ -1,24 +1,24 @@
-"""A timeline shows a trace as it is: every moment's bytes, in the time that the work takes."""
+"""A timeline has the trace's bytes in every interval, and the modelled time of its work."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from supertuner.plan.placement.step_table import OperatorWork
 from supertuner.plan.forecast.timeline import IDLE_EXPERTS, build_timeline
+from supertuner.plan.placement.step_table import OperatorWork
 from supertuner.plan.trace.execution_trace import ExecutionTrace, StepPass, TensorKind, TraceSpan
 
 
 def a_trace() -> ExecutionTrace:
-    """A weight of 8, an activation of 4 from the forward to the backward pass, temporaries of 2 in both."""
+    """A weight of 8 bytes, an activation of 4 from the forward to the backward pass, temporaries of 2 in both."""
     rows = [
         (8, 0, 8, TensorKind.FROZEN),
         (4, 1, 6, TensorKind.ACTIVATION),
         (2, 2, 3, TensorKind.TEMPORARY),
         (2, 4, 5, TensorKind.TEMPORARY),
     ]
-    stretches = (
+    spans = (
         TraceSpan(0, StepPass.FORWARD, 1, 4, OperatorWork(10.0, operators=2), (0, 1, 2)),
         TraceSpan(0, StepPass.RECOMPUTE, 4, 5, OperatorWork(10.0, operators=1), (3,)),
         TraceSpan(0, StepPass.BACKWARD, 5, 7, OperatorWork(30.0, operators=3), (1,)),
@@ -35,13 +35,13 @@ def a_trace() -> ExecutionTrace:
         death=np.array(columns[2], np.int64),
         kind=np.array(columns[3], np.uint8),
         block=np.zeros(4, np.int16),
-        spans=stretches,
+        spans=spans,
         end=8,
         block_inputs=np.zeros((0, 2), np.int64),
     )
 
 
-def test_every_moment_has_the_bytes_of_the_trace() -> None:
+def test_every_interval_has_the_bytes_of_the_trace() -> None:
     trace = a_trace()
     line = build_timeline(trace, None)
     total = sum(line.bytes_by_class.values())
@@ -49,7 +49,7 @@ def test_every_moment_has_the_bytes_of_the_trace() -> None:
     assert float(np.max(total)) == trace.peak()[0] == 14
 
 
-def test_time_is_the_works_and_never_runs_backwards() -> None:
+def test_the_time_axis_is_the_modelled_time_and_never_decreases() -> None:
     line = build_timeline(a_trace(), lambda work: work.matmul_flops / 10)
     assert line.in_seconds
     assert (np.diff(line.edges) >= 0).all()
@@ -61,11 +61,11 @@ def test_time_is_the_works_and_never_runs_backwards() -> None:
     ]
 
 
-def test_without_a_machine_operators_are_counted() -> None:
+def test_without_known_rates_the_axis_counts_operators() -> None:
     line = build_timeline(a_trace(), None)
     assert not line.in_seconds and line.edges[-1] == pytest.approx(7)
 
 
-def test_experts_that_wait_lie_below_everything() -> None:
+def test_idle_experts_are_a_constant_class() -> None:
     line = build_timeline(a_trace(), None, idle_bytes=100)
     assert (line.bytes_by_class[IDLE_EXPERTS] == 100).all()

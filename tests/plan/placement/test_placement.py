@@ -1,4 +1,4 @@
-"""Plans: the best of all where all can be tried, near the bound elsewhere, within their limits always, with reasons."""
+"""Plans are optimal for small steps, near the bound for large ones, always within their limits, and have reasons."""
 
 from __future__ import annotations
 
@@ -27,10 +27,16 @@ from tests.plan.making_steps import PLAIN, ROUND, a_step, rates, tables
 
 GH200 = MACHINES["gh200-96"]
 LARGE = replace(
-    PLAIN, frozen_bytes=GIB, saved_bytes=8 * GIB, input_bytes=GIB // 2, forward=OperatorWork(1e14), backward=OperatorWork(2e14),
-    forward_peak_bytes=GIB, backward_peak_bytes=GIB,
-)  # fmt: skip
-"""A tenth of a second forward on a GH200; its activations cross the link in 50 ms, there and back."""
+    PLAIN,
+    frozen_bytes=GIB,
+    saved_bytes=8 * GIB,
+    input_bytes=GIB // 2,
+    forward=OperatorWork(1e14),
+    backward=OperatorWork(2e14),
+    forward_peak_bytes=GIB,
+    backward_peak_bytes=GIB,
+)
+"""0.1 s forward on a GH200; its activations go to the host and back in 50 ms."""
 
 
 def fates(plan: MemoryPlan) -> Counter[ActivationPolicy]:
@@ -39,8 +45,8 @@ def fates(plan: MemoryPlan) -> Counter[ActivationPolicy]:
 
 @settings(max_examples=12, deadline=None)
 @given(st.data())
-def test_of_a_small_step_no_choice_is_better_than_the_one_that_is_found(data: st.DataObject) -> None:
-    # The optimizer's own work is nothing: a host that steps faster than a GPU would be no machine of ours.
+def test_for_a_small_step_no_placement_is_better_than_the_one_found(data: st.DataObject) -> None:
+    # Without optimizer work on the GPU: a host that steps faster than the GPU is not a machine we plan for.
     small, speeds = replace(data.draw(tables(most=2)), update=OperatorWork()), data.draw(rates())
     limits = MemoryLimits(data.draw(st.integers(60, 300)), data.draw(st.integers(0, 400)))
     step = TimedStep.from_table(small, speeds)
@@ -61,7 +67,7 @@ def test_of_a_small_step_no_choice_is_better_than_the_one_that_is_found(data: st
             choice = PlacementChoice(tuple(b[0] for b in blocks), tuple(b[1] for b in blocks), ahead, stepping, idle)
             best = min(best, evaluate_choice(step, choice, limits).seconds)
     took = math.inf if found is None else found.seconds
-    # of two that take as long it takes the one that moves less, which may cost a thousandth of the traffic
+    # The search also weighs traffic: it may prefer a placement that takes a thousandth of its traffic longer.
     assert took <= best * 1.02 + 0.01 if math.isfinite(best) else took == math.inf
 
 
@@ -79,63 +85,63 @@ def test_a_plan_never_needs_more_than_its_limits(drawn: StepTable, speeds: Machi
         assert plan.modelled.seconds >= plan.modelled.bound_s * (1 - 1e-9)
 
 
-def test_where_everything_fits_the_plan_does_nothing_and_costs_nothing() -> None:
+def test_if_everything_fits_the_plan_moves_nothing_and_costs_no_time() -> None:
     plan = plan_step(a_step(LARGE, LARGE, LARGE, update_s=0.0, idle_bytes=4 * GIB), GH200)
     assert plan.keeps_all_on_gpu and plan.modelled is not None
     assert plan.modelled.seconds == pytest.approx(plan.modelled.bound_s)
 
 
-def test_an_idle_expert_leaves_before_anything_else_does() -> None:
+def test_an_idle_expert_is_offloaded_before_anything_else() -> None:
     plan = plan_step(a_step(*[LARGE] * 8, update_s=0.0, idle_bytes=40 * GIB), GH200)
     assert plan.idle_at_home and fates(plan) == {ActivationPolicy.KEEP: 8}
-    assert any("back in 115 ms" in reason for reason in plan.reasons)
+    assert any("fetching them takes 115 ms" in reason for reason in plan.reasons)
 
 
-def test_activations_that_hide_behind_work_are_sent_and_not_recomputed() -> None:
+def test_activations_are_sent_and_not_recomputed_if_the_copies_are_hidden() -> None:
     plan = plan_step(a_step(*[LARGE] * 40), GH200)
     assert fates(plan)[ActivationPolicy.SEND] >= 25 and not fates(plan)[ActivationPolicy.RECOMPUTE]
     assert plan.modelled is not None and plan.modelled.seconds <= 1.002 * plan.modelled.bound_s
-    assert "making them again would take" in next(
+    assert "recomputing them would take" in next(
         b.reason for b in plan.blocks if b.activations is ActivationPolicy.SEND
     )
 
 
-def test_what_host_memory_has_no_room_for_is_recomputed() -> None:
+def test_activations_that_do_not_fit_in_host_memory_are_recomputed() -> None:
     plan = plan_step(a_step(*[LARGE] * 40), GH200, MemoryLimits(96 * GIB, 100 * GIB))
     assert fates(plan)[ActivationPolicy.SEND] in (11, 12) and fates(plan)[ActivationPolicy.RECOMPUTE] >= 15
     assert plan.modelled is not None and plan.modelled.seconds <= 1.03 * plan.modelled.bound_s
 
 
-def test_a_link_that_is_slower_than_recomputing_is_left_alone() -> None:
+def test_activations_are_recomputed_if_the_link_is_slower() -> None:
     slow = replace(MachineRates.from_machine(GH200), to_host_bytes_s=5e9, to_device_bytes_s=5e9)
     plan = plan_step(a_step(*[LARGE] * 40), GH200, rates=slow)
     assert fates(plan)[ActivationPolicy.RECOMPUTE] >= 25
 
 
-def test_weights_beyond_the_gpu_are_streamed_ahead() -> None:
+def test_weights_that_exceed_gpu_memory_are_streamed_ahead() -> None:
     heavy = replace(LARGE, frozen_bytes=4 * GIB, saved_bytes=GIB, input_bytes=GIB // 8)
     plan = plan_step(a_step(*[heavy] * 30), GH200)
     streamed = [block for block in plan.blocks if block.weights is WeightPlacement.STREAMED]
     assert 5 <= len(streamed) < 30 and plan.ahead >= 1
-    assert "nothing goes back" in streamed[0].reason
+    assert "never copied back" in streamed[0].reason
 
 
-def test_an_optimizer_too_large_for_the_gpu_steps_where_it_is_quickest() -> None:
+def test_an_optimizer_too_large_for_the_gpu_steps_where_it_is_fastest() -> None:
     plan = plan_step(table("flux-full"), GH200)
     assert plan.stepping is OptimizerPlacement.STREAMED and any(
-        "crosses the link in 576 ms" in reason for reason in plan.reasons
+        "and back in 576 ms" in reason for reason in plan.reasons
     )
     quick = replace(MachineRates.from_machine(GH200), host_bytes_s=1e15)
     assert plan_step(table("flux-full"), GH200, rates=quick).stepping is OptimizerPlacement.HOST
 
 
-def test_an_optimizer_that_steps_all_at_once_must_find_room_for_all_at_once() -> None:
+def test_an_optimizer_that_cannot_step_in_pieces_needs_memory_for_all_parameters() -> None:
     full = table("flux-full")
     assert plan_step(full, GH200).stepping is OptimizerPlacement.STREAMED
     assert plan_step(replace(full, by_pieces=False), GH200).stepping is OptimizerPlacement.HOST
 
 
-def test_what_stands_around_the_blocks_stays_where_it_is() -> None:
+def test_what_is_outside_the_blocks_is_never_moved() -> None:
     around = replace(LARGE, name="(before)", frozen_bytes=6 * GIB, recomputable=False)
     step = a_step(*[replace(LARGE, frozen_bytes=4 * GIB)] * 30)
     plan = plan_step(replace(step, blocks=(around, *step.blocks, replace(around, name="(after)"))), GH200)
@@ -144,51 +150,51 @@ def test_what_stands_around_the_blocks_stays_where_it_is() -> None:
         assert (block.weights, block.activations) == (WeightPlacement.GPU, ActivationPolicy.KEEP)
 
 
-def test_on_one_pool_nothing_is_sent_and_nothing_streamed() -> None:
+def test_on_a_one_pool_machine_nothing_is_sent_or_streamed() -> None:
     plan = plan_step(a_step(*[LARGE] * 40, idle_bytes=GIB), MACHINES["gb10"])
     assert plan.fits and not fates(plan)[ActivationPolicy.SEND] and not plan.idle_at_home
     assert all(block.weights is WeightPlacement.GPU for block in plan.blocks)
 
 
-def test_what_does_not_fit_says_by_how_much() -> None:
+def test_a_plan_that_does_not_fit_has_the_missing_bytes_as_its_reason() -> None:
     plan = plan_step(a_step(*[replace(LARGE, saved_bytes=200 * GIB)] * 4), GH200)
     assert not plan.fits and plan.modelled is not None and plan.modelled.seconds == math.inf
     assert plan.modelled.gpu_peak_bytes > 200 * GIB
     assert "it lacks 1" in plan.reasons[0] and "GiB of GPU memory" in plan.reasons[0]
 
 
-def test_a_card_whose_host_nobody_knows_is_given_nothing_to_put_there() -> None:
+def test_nothing_is_offloaded_to_a_host_of_unknown_size() -> None:
     plan = plan_step(a_step(*[LARGE] * 40), MACHINES["h100-80-pcie"])
     assert plan.modelled is not None and plan.modelled.host_peak_bytes == 0
     assert any("not known" in reason for reason in plan.reasons)
 
 
-def test_a_machine_with_an_unknown_figure_gets_a_plan_without_a_time() -> None:
+def test_a_machine_with_an_unknown_rate_gets_a_plan_without_a_time() -> None:
     plan = plan_step(a_step(*[LARGE] * 60), MACHINES["gb200"])
     assert plan.fits and plan.modelled is None
     assert any("to_device_bytes_s" in reason for reason in plan.reasons)
 
 
-def test_the_same_step_gives_the_same_plan() -> None:
+def test_planning_is_deterministic() -> None:
     assert plan_step(table("wan-full"), GH200) == plan_step(table("wan-full"), GH200)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_full_size_plans_on_a_gh200_are_near_the_bound_and_quickly_made(name: str) -> None:
+def test_full_size_plans_on_a_gh200_are_near_the_bound_and_take_seconds(name: str) -> None:
     begin = time.process_time()
     plan = plan_step(table(name), GH200)
     assert time.process_time() - begin < 5
     assert plan.modelled is not None and plan.modelled.seconds <= 1.10 * plan.modelled.bound_s
 
 
-def test_a_longer_beginning_of_a_spread_order_fills_the_gaps() -> None:
+def test_every_prefix_of_an_evenly_spread_order_is_spread() -> None:
     order = evenly_spread_order(range(8))
     assert sorted(order) == list(range(8)) and order[:4] == [0, 4, 2, 6]
     assert sorted(evenly_spread_order(range(5))) == list(range(5))
 
 
 def test_a_link_that_slows_down_changes_the_plan() -> None:
-    """What counters say goes in as rates: the plan is made anew from them."""
+    """Counters of a run become rates, and the plan is made again from them."""
     step = a_step(*[LARGE] * 40)
     before, after = (
         plan_step(step, GH200),

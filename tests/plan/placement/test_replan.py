@@ -1,7 +1,7 @@
-"""A run on the software superchip whose link becomes slow: it is noticed, told, answered by another plan; and the bits
-of the training are those of a run that was never disturbed.
+"""A run on the emulated superchip whose link becomes slow: the run notices, reports it and re-plans, and training
+computes the same bits as an undisturbed run.
 
-The computation is real and on the CPU; its time and that of the copies are modelled by the superchip's clock.
+The computation is real and runs on the CPU; its time and that of the copies are modelled by the emulator's clock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CASE = OffloadCase(dropout=0.0)
 
 
 class ModelledTransfer:
-    """A carrier whose copies take the time that the superchip's clock says; `block_s` is that of a block's pass."""
+    """A transfer whose copies take modelled time on the emulator's clock. `block_s`: time of a block's forward pass."""
 
     def __init__(self, block_s: float) -> None:
         self.device, self.counters, self.block_s = CPU, TransferCounters(), block_s
@@ -98,7 +98,7 @@ class RecordingSink:
 
 
 class SlowRun:
-    """Windows of one expert; the link is slowed from a window on."""
+    """Windows of one expert; from window `slow_from` on, the link has bandwidth `slow`."""
 
     def __init__(
         self,
@@ -109,42 +109,46 @@ class SlowRun:
         planned: ExpertPlan | None = None,
         **options: Any,
     ) -> None:
-        self.trainee, self.sink, self.carrier = CASE.expert_state(), RecordingSink(), ModelledTransfer(block_s=40e-6)
+        self.expert_state, self.sink, self.transfer = (
+            CASE.expert_state(),
+            RecordingSink(),
+            ModelledTransfer(block_s=40e-6),
+        )
         self.slow_from, self.slow = slow_from, slow
         if planned is None:
-            plan = a_plan(self.trainee.module, WeightPlacement.STREAMED, ActivationPolicy.SEND, ahead=1)
+            plan = a_plan(self.expert_state.module, WeightPlacement.STREAMED, ActivationPolicy.SEND, ahead=1)
             planned = ExpertPlan(plan, PlanAssumptions(FAST, FAST, waiting_share=0.0), max_ahead=3)
-        for block in self.trainee.module.blocks:  # type: ignore[union-attr]
-            block.register_forward_pre_hook(lambda *_: self.carrier.clock.advance(self.carrier.block_s))
+        for block in self.expert_state.module.blocks:  # type: ignore[union-attr]
+            block.register_forward_pre_hook(lambda *_: self.transfer.clock.advance(self.transfer.block_s))
             block.register_forward_hook(self._backward)
-        self.acts = OffloadManager(
-            [self.trainee],
+        self.manager = OffloadManager(
+            [self.expert_state],
             {"model": planned},
-            self.carrier,
+            self.transfer,
             self.sink,
             check_every=every,
             min_offload_bytes=1,
             **options,
         )
 
-    def _backward(self, _module: Any, _inputs: Any, made: torch.Tensor) -> None:
-        if made.requires_grad:
-            made.register_hook(lambda _: self.carrier.clock.advance(2 * self.carrier.block_s))
+    def _backward(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _: self.transfer.clock.advance(2 * self.transfer.block_s))
 
     def run(self, windows: int) -> list[float]:
         took = []
         for number in range(windows):
             if number == self.slow_from:
-                self.carrier.link(self.slow)
-            begin = self.carrier.now()
-            window(self.trainee, CASE.step_options(), number)
-            took.append(self.carrier.now() - begin)
-            self.acts.after_window("model", 3, took[-1])
+                self.transfer.link(self.slow)
+            begin = self.transfer.now()
+            window(self.expert_state, CASE.step_options(), number)
+            took.append(self.transfer.now() - begin)
+            self.manager.after_window("model", 3, took[-1])
         return took
 
 
 def a_step_table(names: Sequence[str]) -> StepTable:
-    """Blocks that compute for 40 µs and leave 20 KB: a fast link takes that away meanwhile, a slow one does not."""
+    """Blocks that compute for 40 µs and save 20 KB: a fast link sends that in the meantime, a slow one does not."""
     blocks = tuple(
         BlockCosts(
             name=name, frozen_bytes=2000, trained_bytes=200, gradient_bytes=200, state_bytes=400, saved_bytes=20_000,
@@ -159,97 +163,97 @@ def a_step_table(names: Sequence[str]) -> StepTable:
 
 
 def a_planner(names: Sequence[str]) -> RunPlanner:
-    """The planner itself, on a machine of the test's speed, with room for the activations of two blocks."""
+    """The real planner, on a machine with the rates of this test and memory for the activations of two blocks."""
     rates = MachineRates(1e12, 1e12, 1e15, 1e15, FAST, FAST, one_pool=False, duplex=True)
     limits, table, machine = MemoryLimits(80_000, 10**9), a_step_table(names), MACHINES["gh200-96"]
     plan = plan_step(table, machine, limits, rates=rates)
     return RunPlanner(machine, limits, rates, PlanSettings(), 3, {"model": table}, {"model": plan})
 
 
-def test_a_link_slowed_in_the_middle_of_a_run_is_answered_by_another_plan_and_changes_no_bit() -> None:
+def test_a_slow_link_leads_to_another_plan_and_training_computes_the_same_bits() -> None:
     undisturbed = CASE.expert_state()
     for number in range(10):
         window(undisturbed, CASE.step_options(), number)
-    planning = a_planner(list(named_blocks(undisturbed.module)))
-    slow = SlowRun(every=2, slow_from=4, slow=FAST / 50, planned=planning.initial_plan("model"), replan=planning.replan)
+    planner = a_planner(list(named_blocks(undisturbed.module)))
+    slow = SlowRun(every=2, slow_from=4, slow=FAST / 50, planned=planner.initial_plan("model"), replan=planner.replan)
     took = slow.run(10)
     (first, second, *later) = slow.sink.events_of(DecisionEvent)
     assert "sent" in first.value and "sent" not in second.value and "recomputed" in second.value
-    assert "link" in second.reason and "the plan rests on 1" in second.reason
-    assert not later, "what was planned anew is what was seen from then on"
-    assert took[5] > 2 * took[3], "the slow link was felt"
-    assert took[9] < 1.4 * took[3], "and is no longer"
-    assert_same(outcome(slow.trainee), outcome(undisturbed))
+    assert "link" in second.reason and "the plan assumes 1" in second.reason
+    assert not later, "the new plan's assumptions hold from then on"
+    assert took[5] > 2 * took[3], "the slow link delays windows"
+    assert took[9] < 1.4 * took[3], "the new plan avoids the link"
+    assert_same(outcome(slow.expert_state), outcome(undisturbed))
 
 
-def test_a_run_on_which_nothing_changes_keeps_its_plan_and_says_nothing() -> None:
+def test_an_undisturbed_run_keeps_its_plan_and_reports_nothing() -> None:
     calm = SlowRun(every=2)
     calm.run(6)
     assert len(calm.sink.events_of(DecisionEvent)) == 1 and not calm.sink.events_of(WarningEvent)
 
 
-def test_without_another_plan_the_run_goes_on_and_says_so_once() -> None:
-    slow = SlowRun(every=2, slow_from=2, slow=FAST / 50, replan=lambda _expert, _basis, _seen: None)
+def test_if_no_other_plan_fits_the_run_continues_and_warns_once() -> None:
+    slow = SlowRun(every=2, slow_from=2, slow=FAST / 50, replan=lambda _expert, _assumptions, _observation: None)
     slow.run(8)
-    (told,) = slow.sink.events_of(WarningEvent)
-    assert "stays" in told.message and "link" in told.message
+    (warning,) = slow.sink.events_of(WarningEvent)
+    assert "link" in warning.message
 
 
-def test_a_refusal_has_the_plan_made_anew_after_the_window() -> None:
+def test_a_refusal_leads_to_a_new_plan_after_the_window() -> None:
     run = SlowRun(every=1000)
-    asked: list[PlanObservation] = []
+    observations: list[PlanObservation] = []
 
-    def replan(_expert: str, _basis: PlanAssumptions, seen: PlanObservation) -> ExpertPlan:
-        asked.append(seen)
-        return ExpertPlan(a_plan(run.trainee.module, stepping=OptimizerPlacement.HOST), PlanAssumptions(), 1)
+    def replan(_expert: str, _assumptions: PlanAssumptions, seen: PlanObservation) -> ExpertPlan:
+        observations.append(seen)
+        return ExpertPlan(a_plan(run.expert_state.module, stepping=OptimizerPlacement.HOST), PlanAssumptions(), 1)
 
-    run.acts._replan = replan
+    run.manager._replan = replan
     run.run(1)
-    run.acts.note_refusal("host memory is at its floor")
+    run.manager.note_refusal("host memory is at its floor")
     run.run(1)
-    assert len(asked) == 1 and "host memory is at its floor" in run.sink.events_of(DecisionEvent)[-1].reason
+    assert len(observations) == 1 and "host memory is at its floor" in run.sink.events_of(DecisionEvent)[-1].reason
     run.run(1)
-    assert len(asked) == 1
+    assert len(observations) == 1
 
 
-def test_a_stage_change_has_the_plan_made_anew_from_the_first_whole_window_once() -> None:
+def test_an_expert_switch_leads_to_one_new_plan_after_the_first_whole_window() -> None:
     run = SlowRun(every=1000)
-    plan: MemoryPlan = run.acts.offloaded_experts["model"].plan
-    asked: list[PlanObservation] = []
+    plan: MemoryPlan = run.manager.offloaded_experts["model"].plan
+    observations: list[PlanObservation] = []
 
-    def replan(_expert: str, _basis: PlanAssumptions, seen: PlanObservation) -> ExpertPlan:
-        asked.append(seen)
+    def replan(_expert: str, _assumptions: PlanAssumptions, seen: PlanObservation) -> ExpertPlan:
+        observations.append(seen)
         return ExpertPlan(plan, PlanAssumptions(seen.to_device_bytes_s, seen.to_host_bytes_s), 3)
 
-    run.acts._replan = replan
+    run.manager._replan = replan
     for _ in range(2):
         run.run(1)
-        assert len(asked) <= 1
-        run.acts.after_window("another", 3, 1.0)
+        assert len(observations) <= 1
+        run.manager.after_window("another", 3, 1.0)
         run.run(1)
-        assert len(asked) <= 1, "copies of the change are no part of a window"
+        assert len(observations) <= 1, "copies of the switch are not part of a window"
         run.run(1)
-        assert len(asked) == 1
-    assert [one for one in run.sink.events_of(NoteEvent) if "training came to model" in one.message]
+        assert len(observations) == 1
+    assert [one for one in run.sink.events_of(NoteEvent) if "training switched to model" in one.message]
 
 
-def test_blocks_are_fetched_further_ahead_while_that_shortens_the_waits() -> None:
-    """A link that is just fast enough on the whole, and blocks of which every other is large: one ahead is too late."""
+def test_the_prefetch_distance_grows_while_that_shortens_the_waits() -> None:
+    """The link is just fast enough on average, and every other block is large: one block ahead is too late."""
     run = SlowRun(every=1)
-    run.acts._monitors["model"].basis = PlanAssumptions()
-    run.carrier.link(FAST / 1.8)
+    run.manager._monitors["model"].basis = PlanAssumptions()
+    run.transfer.link(FAST / 1.8)
     run.run(6)
-    told = run.sink.events_of(DecisionEvent)[1:]
-    assert told and told[0].what == "plan.model.ahead" and told[0].value == 2
-    assert "waits" in told[0].reason
-    assert run.acts.offloaded_experts["model"].ring.prefetch_depth == run.acts._monitors["model"].distance.ahead
+    decisions = run.sink.events_of(DecisionEvent)[1:]
+    assert decisions and decisions[0].what == "plan.model.ahead" and decisions[0].value == 2
+    assert "waits" in decisions[0].reason
+    assert run.manager.offloaded_experts["model"].ring.prefetch_depth == run.manager._monitors["model"].distance.ahead
 
 
 def an_observation(waited: float = 0.0, seconds: float = 10.0, **counters: Any) -> PlanObservation:
     return PlanObservation(4, 8, seconds, TransferCounters(waited_s=waited, **counters))
 
 
-def test_distance_grows_with_waits_and_goes_back_where_more_does_not_help() -> None:
+def test_a_larger_distance_that_does_not_help_is_taken_back() -> None:
     near = PrefetchDistance(1, max_ahead=3)
     further, why = near.adjusted(an_observation(waited=1.0))
     assert further.ahead == 2 and why is not None and "10.0%" in why
@@ -257,12 +261,12 @@ def test_distance_grows_with_waits_and_goes_back_where_more_does_not_help() -> N
     assert helped.ahead == 3
     back, why = helped.adjusted(an_observation(waited=0.5))
     assert back.ahead == 2 and why is not None and "did not help" in why
-    assert back.adjusted(an_observation(waited=0.5))[0].ahead == 2, "it is not tried again"
+    assert back.adjusted(an_observation(waited=0.5))[0].ahead == 2, "the larger distance is not tried again"
     assert near.adjusted(an_observation())[1] is None
 
 
 @pytest.mark.parametrize(
-    ("basis", "observed", "word"),
+    ("assumptions", "observed", "words"),
     [
         (PlanAssumptions(to_device_bytes_s=100.0), an_observation(fetched_bytes=880, fetch_s=10.0), "link to the GPU"),
         (PlanAssumptions(to_device_bytes_s=100.0), an_observation(fetched_bytes=920, fetch_s=10.0), None),
@@ -275,18 +279,20 @@ def test_distance_grows_with_waits_and_goes_back_where_more_does_not_help() -> N
         (PlanAssumptions(), an_observation(waited=9.0, fetched_bytes=1, fetch_s=9.0), None),
     ],
 )
-def test_drift_beyond_a_tenth_is_told_with_its_figures(
-    basis: PlanAssumptions, observed: PlanObservation, word: str | None
+def test_a_drift_of_more_than_ten_percent_is_described_with_its_figures(
+    assumptions: PlanAssumptions, observed: PlanObservation, words: str | None
 ) -> None:
-    found = describe_drift(basis, observed)
-    assert (found is None) == (word is None) and (word is None or word in (found or "")), found
+    drift = describe_drift(assumptions, observed)
+    assert (drift is None) == (words is None) and (words is None or words in (drift or "")), drift
 
 
-def test_a_plan_that_comes_out_the_same_is_not_put_on_again() -> None:
+def test_a_new_plan_that_is_equal_is_not_applied_again() -> None:
     run = SlowRun(every=1, slow_from=1, slow=FAST / 4)
-    plan: MemoryPlan = run.acts.offloaded_experts["model"].plan
-    run.acts._replan = lambda _expert, _basis, now: ExpertPlan(plan, PlanAssumptions(now.to_device_bytes_s, None), 1)
-    before = run.acts.offloaded_experts["model"]
+    plan: MemoryPlan = run.manager.offloaded_experts["model"].plan
+    run.manager._replan = lambda _expert, _assumptions, now: ExpertPlan(
+        plan, PlanAssumptions(now.to_device_bytes_s, None), 1
+    )
+    before = run.manager.offloaded_experts["model"]
     run.run(3)
-    assert run.acts.offloaded_experts["model"] is before
+    assert run.manager.offloaded_experts["model"] is before
     assert [event for event in run.sink.events_of(NoteEvent) if "the same" in event.message]

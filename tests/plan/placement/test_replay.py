@@ -1,4 +1,4 @@
-"""A step on the modelled clock: small cases against arithmetic by hand, and the same answer from the superchip."""
+"""The simulation of a step: small cases against arithmetic by hand, and equal results on the emulated superchip."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from tests.plan.making_steps import AMPLE, PLAIN, ROUND, a_choice, a_step, choices, rates, tables
 
 THREE = a_step(PLAIN, PLAIN, PLAIN)
-"""18 seconds of blocks and one of update."""
+"""18 s of blocks and 1 s of update."""
 
 
 def timed(
@@ -34,46 +34,47 @@ def timed(
 # ── by hand ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_three_blocks_that_stay_take_their_own_time() -> None:
+def test_blocks_that_keep_everything_take_the_time_of_their_work() -> None:
     assert timed(THREE, a_choice("KKK")) == 3 * 2 + 3 * 4 + 1
 
 
-def test_a_block_that_is_recomputed_runs_forward_once_more() -> None:
+def test_a_recomputed_block_runs_its_forward_pass_twice() -> None:
     assert timed(THREE, a_choice("RKR")) == 19 + 2 + 2
 
 
-def test_three_blocks_whose_activations_are_sent_hide_the_link_behind_their_work() -> None:
-    # Block 0 is sent from 2 to 4 while block 1 runs, block 1 from 4 to 6 while block 2 does, and stays until another
-    # is sent. Block 0 is asked for when the backward pass of block 1 begins, at 10, is there at 11, and needed at 14.
+def test_copies_of_activations_are_hidden_behind_the_work() -> None:
+    # Block 0 is sent from 2 to 4 s while block 1 runs, block 1 from 4 to 6 s while block 2 runs; block 1 stays on the
+    # GPU, because no further block is sent. The fetch of block 0 starts with the backward pass of block 1, at 10 s, and
+    # is done at 11 s; block 0 needs it at 14 s.
     assert timed(THREE, a_choice("SSK")) == 19
 
 
-def test_three_blocks_on_a_slow_link_wait_exactly_where_arithmetic_says() -> None:
-    # At 20 bytes a second a block takes 5 s to leave: block 0 leaves from 2 to 7, and block 2 may begin only when it
-    # is gone: 7 instead of 4, three seconds late. Block 1 leaves until 12. The backward passes run from 9; block 0 is
-    # asked for at 13, there at 14, needed at 17. So 3 seconds in all.
+def test_blocks_wait_for_a_slow_link_as_computed_by_hand() -> None:
+    # At 20 bytes/s sending a block takes 5 s: block 0 leaves from 2 to 7 s, and block 2 can begin only then, at 7 s
+    # instead of 4 s. Block 1 leaves until 12 s. The backward passes start at 9 s; the fetch of block 0 starts at 13 s,
+    # is done at 14 s and needed at 17 s. So the step takes 3 s longer.
     slow = replace(ROUND, to_host_bytes_s=20.0)
     assert timed(THREE, a_choice("SSK"), slow) == 19 + 3
 
 
-def test_weights_that_come_when_they_are_used_are_waited_for_twice() -> None:
+def test_without_prefetch_each_pass_waits_for_streamed_weights() -> None:
     assert timed(THREE, a_choice("KKK", ".x.", ahead=0)) == 19 + 1 + 1
 
 
-def test_weights_that_come_one_block_ahead_are_not_waited_for() -> None:
+def test_weights_prefetched_one_block_ahead_cause_no_wait() -> None:
     assert timed(THREE, a_choice("KKK", ".x.", ahead=1)) == 19
 
 
-def test_weights_of_the_last_block_stay_for_its_backward_pass() -> None:
-    # Without a distance they go and come again; with one, the slot is needed for nothing else.
+def test_weights_of_the_last_block_stay_in_their_slot_for_its_backward_pass() -> None:
+    # Without prefetch they are dropped and fetched again; with it, no other block needs the slot.
     assert timed(THREE, a_choice("KKK", "..x", ahead=0)) == 19 + 2
     assert timed(THREE, a_choice("KKK", "..x", ahead=1)) == 19
 
 
-def test_weights_that_all_stream_over_a_link_slower_than_the_work_are_bound_by_it() -> None:
-    # 10 s for each block's weights, two slots. Forward: block 0 comes until 10 and runs until 12, block 1 comes until
-    # 20 and runs until 22, block 2 until 30 and 32, and backward until 36. Block 1 was dropped; it is asked for when
-    # that begins, at 32, comes until 42, and runs backward until 46. Block 0 is asked for at 42 and comes until 52.
+def test_a_link_slower_than_the_work_bounds_a_step_that_streams_all_weights() -> None:
+    # 10 s to fetch a block's weights, two slots. Forward: block 0 arrives at 10 and ends at 12 s, block 1 arrives at 20
+    # and ends at 22 s, block 2 at 30 and 32 s; its backward pass ends at 36 s. Block 1 was dropped: its fetch starts at
+    # 32 s, it arrives at 42 s and ends its backward pass at 46 s. The fetch of block 0 takes from 42 to 52 s.
     slow = replace(ROUND, to_device_bytes_s=10.0)
     assert timed(THREE, a_choice("KKK", "xxx", ahead=1), slow) == pytest.approx(52 + 4 + 1)
 
@@ -81,46 +82,46 @@ def test_weights_that_all_stream_over_a_link_slower_than_the_work_are_bound_by_i
 TRAINED = replace(PLAIN, frozen_bytes=0, trained_bytes=100, gradient_bytes=100, state_bytes=200)
 
 
-def test_a_step_on_the_host_takes_gradients_there_weights_both_ways_and_the_hosts_memory() -> None:
-    # Gradients leave in 2 s each: the last at 18 + 2. The host reads and writes 2 × (100 + 200) + 100 bytes a block:
-    # 2.1 s. 300 bytes of weights come back in 3 s.
+def test_an_optimizer_step_on_the_host_waits_for_gradients_and_copies_weights_back() -> None:
+    # Sending a gradient takes 2 s: the last arrives at 18 + 2 s. The host reads and writes 2 × (100 + 200) + 100 bytes
+    # per block: 2.1 s. 300 bytes of weights are copied back in 3 s.
     table = a_step(TRAINED, TRAINED, TRAINED)
     assert timed(table, a_choice("KKK", stepping=OptimizerPlacement.HOST)) == pytest.approx(20 + 2.1 + 3)
 
 
-def test_state_that_streams_comes_in_turn_with_what_goes_home() -> None:
-    # Pieces of 200 bytes come in 2 s, are stepped in a third of one, and go home in 4 s. The link: piece 0 until 2,
-    # piece 1 until 4, piece 0 home until 8, piece 2 until 10, piece 1 home until 14; piece 2 was stepped long before
-    # and goes home until 18. Nothing is on its way when the window is over.
+def test_streamed_state_shares_the_link_in_both_directions() -> None:
+    # Pieces of 200 bytes arrive in 2 s, are stepped in 1/3 s, and leave in 4 s. The link: piece 0 arrives until 2 s,
+    # piece 1 until 4 s, piece 0 leaves until 8 s, piece 2 arrives until 10 s, piece 1 leaves until 14 s, piece 2 until
+    # 18 s. No copy is running when the window ends.
     table = a_step(TRAINED, TRAINED, TRAINED)
-    played = evaluate_choice(
+    simulated = evaluate_choice(
         TimedStep.from_table(table, ROUND), a_choice("RRR", stepping=OptimizerPlacement.STREAMED), AMPLE
     ).simulated
-    assert played is not None and played.update_s == pytest.approx(18)
+    assert simulated is not None and simulated.update_s == pytest.approx(18)
 
 
-def test_gradients_of_weights_at_home_leave_and_come_to_be_added_to() -> None:
-    # One block of 100 bytes at home, two micro-batches. The weights come once, 1 s, and stay in their slot. Forward and
-    # backward 6 s. Its gradient leaves in 2 s, behind the next forward pass. That micro-batch's gradient waits for the
-    # old one to come, 1 s, and leaves in 2 s. Then weights, gradient and state come in 4 s, are stepped in one, and
-    # weights and state go home in 6 s.
+def test_gradients_of_streamed_weights_are_fetched_to_accumulate() -> None:
+    # One block of 100 bytes in host memory, two micro-batches. The weights are fetched once, in 1 s, and stay in their
+    # slot. Forward and backward take 6 s. The gradient leaves in 2 s, during the next forward pass. The second
+    # micro-batch's gradient waits 1 s for the first to return, and the sum leaves in 2 s. Then weights, gradient and
+    # state arrive in 4 s, are stepped in 1 s, and weights and state leave in 6 s.
     table = a_step(TRAINED, micro_batches=2)
     assert timed(table, a_choice("K", "x", stepping=OptimizerPlacement.STREAMED)) == pytest.approx(
         1 + 6 + 6 + 1 + 2 + 4 + 1 + 6
     )
 
 
-def test_micro_batches_beyond_the_first_take_as_long_as_one_another() -> None:
+def test_further_micro_batches_take_equally_long() -> None:
     many = replace(THREE, micro_batches=7)
     assert timed(many, a_choice("SSK")) == pytest.approx(7 * 18 + 1)
 
 
-# ── the software superchip ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the emulated superchip ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_the_software_superchip_and_the_quick_clock_say_the_same(data: st.DataObject) -> None:
+def test_the_emulated_superchip_and_the_fast_clock_give_equal_results(data: st.DataObject) -> None:
     table, speeds = data.draw(tables()), data.draw(rates())
     choice = data.draw(choices(table)).without_immediate_refetches()
     step = TimedStep.from_table(table, speeds)
@@ -133,7 +134,7 @@ def test_the_software_superchip_and_the_quick_clock_say_the_same(data: st.DataOb
     assert chip.peak_bytes <= limits.gpu_bytes
 
 
-def test_the_software_superchip_refuses_a_plan_that_does_not_fit() -> None:
+def test_the_emulated_superchip_raises_for_a_plan_that_does_not_fit() -> None:
     large = replace(PLAIN, frozen_bytes=60 << 30)
     table = a_step(large, large)
     blocks = tuple(BlockPlan(b.name, WeightPlacement.GPU, a_choice("K").activations[0], "") for b in table.blocks)
@@ -142,7 +143,7 @@ def test_the_software_superchip_refuses_a_plan_that_does_not_fit() -> None:
         replay_plan(table, plan, MACHINES["gh200-96"], MemoryLimits.from_machine(MACHINES["gh200-96"]))
 
 
-def test_copies_on_the_superchip_take_the_link_in_turn_and_never_before_they_may() -> None:
+def test_copies_on_the_superchip_run_one_after_the_other_and_not_before_their_start_time() -> None:
     chip: EmulatedSuperchip = build_superchip(MACHINES["gh200-96"], ROUND, MemoryLimits(PAGE_BYTES, PAGE_BYTES))
     assert chip.copy_async(100, True) == 1.0
     assert chip.copy_async(100, False) == 3.0

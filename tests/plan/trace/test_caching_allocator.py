@@ -1,6 +1,6 @@
-"""The model of torch's caching allocator: its rules one by one, and what holds whatever is asked of it.
+"""The model of torch's caching allocator: each rule by itself, and invariants over random requests.
 
-That torch's own allocator keeps the same books is tests/phantom/test_caching.py.
+tests/phantom/test_caching.py compares it with torch's own allocator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from supertuner.plan.trace.execution_trace import ExecutionTrace, StepPass, Tens
 
 
 @pytest.mark.parametrize(
-    ("asked", "allocated", "segment"),
+    ("requested", "allocated", "segment"),
     (
         (1, 512, 2 * MIB),
         (513, 1024, 2 * MIB),
@@ -36,20 +36,20 @@ from supertuner.plan.trace.execution_trace import ExecutionTrace, StepPass, Tens
         (64 * MIB + 1, 66 * MIB - (2 * MIB - 512), 66 * MIB),
     ),
 )
-def test_a_first_request_is_served_from_a_segment_of_its_class(asked: int, allocated: int, segment: int) -> None:
+def test_a_first_request_is_served_from_a_segment_of_its_class(requested: int, allocated: int, segment: int) -> None:
     allocator = CachingAllocator()
-    allocator.allocate(asked)
+    allocator.allocate(requested)
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (allocated, segment)
 
 
-def test_a_rest_of_a_megabyte_is_not_split_off() -> None:
-    """What is left of a large block counts as allocated: it is no use to anybody."""
+def test_a_rest_of_one_mebibyte_is_not_split_off() -> None:
+    """The rest of a large block counts as allocated, because nothing else can use it."""
     allocator = CachingAllocator()
     allocator.allocate(13 * MIB)
     assert allocator.allocated_bytes == 14 * MIB
 
 
-def test_the_smallest_block_that_fits_is_taken() -> None:
+def test_the_smallest_block_that_fits_is_used() -> None:
     allocator = CachingAllocator()
     wide, wall, narrow = allocator.allocate(60 * MIB), allocator.allocate(30 * MIB), allocator.allocate(40 * MIB)
     allocator.free(wide)
@@ -59,7 +59,7 @@ def test_the_smallest_block_that_fits_is_taken() -> None:
     assert allocator.allocate(60 * MIB).address == wide.address != wall.address
 
 
-def test_free_neighbours_are_one_block_again() -> None:
+def test_free_neighbours_are_merged() -> None:
     allocator = CachingAllocator()
     parts = [allocator.allocate(4 * MIB) for _ in range(5)]
     assert allocator.reserved_bytes == 20 * MIB
@@ -69,7 +69,7 @@ def test_free_neighbours_are_one_block_again() -> None:
     assert allocator.reserved_bytes == 20 * MIB
 
 
-def test_what_is_full_gives_free_segments_back_before_it_refuses() -> None:
+def test_free_segments_are_released_before_a_request_fails() -> None:
     allocator = CachingAllocator(limit_bytes=100 * MIB)
     small = [allocator.allocate(30 * MIB) for _ in range(3)]
     for block in small:
@@ -81,10 +81,10 @@ def test_what_is_full_gives_free_segments_back_before_it_refuses() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 40 * MIB), st.integers(0, 20)), max_size=60))
-def test_nothing_overlaps_and_everything_comes_back(asked: list[tuple[int, int]]) -> None:
+def test_blocks_never_overlap_and_all_memory_is_returned(requests: list[tuple[int, int]]) -> None:
     allocator = CachingAllocator()
     live: list[tuple[AllocatorBlock, int]] = []
-    for nbytes, victim in asked:
+    for nbytes, victim in requests:
         block = allocator.allocate(nbytes)
         assert nbytes <= block.nbytes
         live.append((block, nbytes))
@@ -100,7 +100,7 @@ def test_nothing_overlaps_and_everything_comes_back(asked: list[tuple[int, int]]
 
 
 def trace_of(tensors: list[tuple[int, int, int, TensorKind]], end: int, update: int) -> ExecutionTrace:
-    """(bytes, birth, death, class) of each tensor."""
+    """A trace from (bytes, birth, death, class) of each tensor."""
     nbytes, birth, death, kind = zip(*tensors, strict=True)
     return ExecutionTrace(
         phase="train model",
@@ -118,7 +118,7 @@ def trace_of(tensors: list[tuple[int, int, int, TensorKind]], end: int, update: 
     )
 
 
-def test_state_that_the_first_update_makes_lies_between_what_comes_and_goes() -> None:
+def test_state_that_the_first_update_allocates_fragments_the_memory() -> None:
     weights, activation, gradient = 100 * MIB, 60 * MIB, 20 * MIB
     tensors = [
         (weights, 0, 9, TensorKind.TRAINED),
@@ -129,12 +129,12 @@ def test_state_that_the_first_update_makes_lies_between_what_comes_and_goes() ->
     ]
     found = simulate_allocator(trace_of(tensors, 9, 4))
     assert found.allocated_bytes == weights + 40 * MIB + activation + gradient
-    # 40 of state go into what the first activation left; the second window needs a new place for its own.
+    # The 40 MiB of state use the block of the freed activation; the second window needs a new segment for its own.
     assert found.reserved_bytes == weights + activation + gradient + 30 * MIB + activation
     assert found.fits
 
 
-def test_a_step_that_does_not_fit_says_so() -> None:
+def test_a_step_that_exceeds_the_limit_does_not_fit() -> None:
     tensors = [(100 * MIB, 0, 9, TensorKind.FROZEN), (60 * MIB, 1, 3, TensorKind.ACTIVATION)]
     assert not simulate_allocator(trace_of(tensors, 9, 9), limit_bytes=150 * MIB).fits
     assert simulate_allocator(trace_of(tensors, 9, 9), limit_bytes=160 * MIB).fits

@@ -1,6 +1,6 @@
-"""Fake tensors on the CPU go CUDA's ways inside `as_on_cuda`, and the CPU's own again outside it.
+"""Inside `dispatch_as_cuda` fake CPU tensors dispatch as CUDA tensors do, and outside as CPU tensors.
 
-That whole steps then take what CUDA takes is tests/phantom/test_forecast.py.
+tests/phantom/test_forecast.py compares the memory of whole steps with CUDA.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RARE = {
     "cudnn_convolution_transpose", "gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell", "norm.Scalar",
     "norm.ScalarOpt_dim",
 }  # fmt: skip
-"""What CUDA casts and no model here has: recurrent cells, norms by an old name, kernels that nobody calls by name."""
+"""Operators that CUDA autocast casts and no model here uses: recurrent cells, deprecated norms, internal kernels."""
 
 
 class OperatorRecorder(TorchDispatchMode):
@@ -42,14 +42,14 @@ def fake() -> Iterator[None]:
 
 
 def cast_on(key: str) -> set[str]:
-    """The operators that this torch casts under autocast."""
+    """The operators that the installed torch casts under autocast."""
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return {name.removeprefix("aten::") for name in names if has(name, key)}
 
 
-def test_the_lists_name_what_this_torch_casts_on_cuda_and_not_on_the_cpu() -> None:
-    """A new release of torch that casts more, or less, is noticed here."""
+def test_the_lists_are_the_operators_that_torch_casts_on_cuda_and_not_on_the_cpu() -> None:
+    """Fails if a new release of torch casts other operators."""
     listed = {
         *cuda_ways.AUTOCAST_FP32,
         *cuda_ways.AUTOCAST_FP32_OUTPUT,
@@ -59,7 +59,7 @@ def test_the_lists_name_what_this_torch_casts_on_cuda_and_not_on_the_cpu() -> No
     assert listed == cast_on("AutocastCUDA") - cast_on("AutocastCPU") - RARE
 
 
-def test_what_is_left_alone_is_cast_on_the_cpu_only() -> None:
+def test_operators_not_cast_on_cuda_are_cast_on_the_cpu() -> None:
     assert set(cuda_ways.NOT_CAST_ON_CUDA) <= cast_on("AutocastCPU") - cast_on("AutocastCUDA")
 
 
@@ -74,7 +74,7 @@ def test_every_operator_of_the_lists_exists() -> None:
 
 
 @pytest.mark.usefixtures("fake")
-def test_norms_and_powers_are_fp32_under_autocast_as_on_cuda() -> None:
+def test_under_autocast_norms_and_powers_are_fp32_as_on_cuda() -> None:
     values = torch.empty(2, 8, 16, dtype=torch.bfloat16)
     with dispatch_as_cuda(HOPPER), torch.autocast("cpu", torch.bfloat16):
         assert F.layer_norm(values, (16,)).dtype == torch.float32
@@ -96,7 +96,7 @@ def test_without_autocast_nothing_is_cast() -> None:
 
 
 @pytest.mark.usefixtures("fake")
-def test_outside_it_is_as_before() -> None:
+def test_outside_the_context_cpu_dispatch_is_restored() -> None:
     values = torch.empty(2, 8, 16, dtype=torch.bfloat16)
     with dispatch_as_cuda(HOPPER):
         pass
@@ -105,11 +105,11 @@ def test_outside_it_is_as_before() -> None:
         F.scaled_dot_product_attention(*(torch.empty(1, 2, 16, 64, dtype=torch.bfloat16) for _ in range(3)))
         torch.stack([values, values.float()])
     assert not any("cudnn" in name for name in seen.names)
-    assert "_to_copy" in seen.names  # the CPU's autocast casts what it stacks
+    assert "_to_copy" in seen.names  # CPU autocast casts the inputs of stack
 
 
 @pytest.mark.usefixtures("fake")
-def test_it_ends_with_an_error_too() -> None:
+def test_an_exception_restores_cpu_dispatch() -> None:
     with pytest.raises(ZeroDivisionError), dispatch_as_cuda(HOPPER):
         raise ZeroDivisionError
     with torch.autocast("cpu", torch.bfloat16):
@@ -127,7 +127,7 @@ def test_it_ends_with_an_error_too() -> None:
     ),
 )
 @pytest.mark.usefixtures("fake")
-def test_attention_is_computed_and_differentiated_by_the_chips_kernel(
+def test_attention_and_its_backward_use_the_kernel_of_the_chip(
     capability: tuple[int, int], dtype: torch.dtype, masked: bool, expected: str
 ) -> None:
     query, key, value = (torch.empty(2, 4, 64, 32, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -140,7 +140,7 @@ def test_attention_is_computed_and_differentiated_by_the_chips_kernel(
 
 
 @pytest.mark.usefixtures("fake")
-def test_heads_of_odd_width_are_padded_for_flash_attention() -> None:
+def test_head_dimensions_that_are_no_multiple_of_8_are_padded_for_flash_attention() -> None:
     query = torch.empty(1, 2, 16, 20, dtype=torch.bfloat16)
     with dispatch_as_cuda(HOPPER), OperatorRecorder() as seen:
         assert F.scaled_dot_product_attention(query, query, query).shape == query.shape
@@ -148,7 +148,7 @@ def test_heads_of_odd_width_are_padded_for_flash_attention() -> None:
 
 
 @pytest.mark.usefixtures("fake")
-def test_an_rms_norm_is_one_kernel_each_way() -> None:
+def test_an_rms_norm_is_one_kernel_in_each_pass() -> None:
     values, weight = torch.empty(4, 64, requires_grad=True), torch.empty(64, requires_grad=True)
     with dispatch_as_cuda(HOPPER), OperatorRecorder() as seen:
         F.rms_norm(values, (64,), weight).sum().backward()
@@ -157,7 +157,7 @@ def test_an_rms_norm_is_one_kernel_each_way() -> None:
 
 
 @pytest.mark.usefixtures("fake")
-def test_an_rms_norm_of_two_number_formats_is_taken_apart() -> None:
+def test_an_rms_norm_with_two_types_is_decomposed() -> None:
     values, weight = torch.empty(4, 64, dtype=torch.bfloat16), torch.empty(64)
     with dispatch_as_cuda(HOPPER), OperatorRecorder() as seen:
         assert F.rms_norm(values, (64,), weight).dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Models without weights are those with weights in all but values: shapes, number formats, and what encoders make."""
+"""Models built without weights have the shapes, types and encoder outputs of loaded models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BILLIONS = {
     "stabilityai/stable-diffusion-3.5-large": {"transformer": 8.06},
     "stabilityai/stable-diffusion-xl-base-1.0": {"unet": 2.567, "vae": 0.0837},
 }
-"""Parameters as their authors publish them."""
+"""Numbers of parameters as published by the authors, in billions."""
 
 
 def tensors(module: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -36,18 +36,20 @@ def tensors(module: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_hollow_part_has_the_tensors_of_a_loaded_one(written: WrittenPipeline, dtype: torch.dtype) -> None:
+def test_a_module_built_without_weights_has_the_tensors_of_a_loaded_one(
+    written: WrittenPipeline, dtype: torch.dtype
+) -> None:
     for part in written.model.configs:
         if part and not part.startswith(("tokenizer", "scheduler")):
             loaded = loading.load_module(written.model, part, dtype)
-            hollow = loading.load_module(without_weights(written.model), part, dtype)
-            assert tensors(hollow) == tensors(loaded), part
-            assert all(one.is_meta for one in hollow.parameters()), part
+            weightless = loading.load_module(without_weights(written.model), part, dtype)
+            assert tensors(weightless) == tensors(loaded), part
+            assert all(one.is_meta for one in weightless.parameters()), part
 
 
-def test_shapes_of_any_size_are_those_that_the_encoders_make(written: WrittenPipeline) -> None:
+def test_probed_shapes_of_any_size_are_those_of_the_real_encoders(written: WrittenPipeline) -> None:
     family, model = written.family, written.model
-    shaper = EncoderShapeProbe(RunConfig(), family, model)
+    probe = EncoderShapeProbe(RunConfig(), family, model)
     encoder = family.build_media_encoder(model, torch.device("cpu"))
     *leading, height, width = written.case.shape
     longer = [leading, [*leading[:1], 9]] if len(leading) == 2 else [leading]
@@ -55,29 +57,29 @@ def test_shapes_of_any_size_are_those_that_the_encoders_make(written: WrittenPip
         for shape in ((*front, height, width), (*front, 2 * height, 3 * width)):
             if family.unsupported_reason(model, shape):
                 continue
-            made = encoder.encode(torch.zeros(1, *shape, dtype=torch.uint8))
-            learnt = shaper.encoded_specs(shape)
-            assert {name: one.shape for name, one in learnt.items()} == {
-                name: tuple(one.shape[1:]) for name, one in made.items()
+            encoded = encoder.encode(torch.zeros(1, *shape, dtype=torch.uint8))
+            specs = probe.encoded_specs(shape)
+            assert {name: one.shape for name, one in specs.items()} == {
+                name: tuple(one.shape[1:]) for name, one in encoded.items()
             }
 
 
-def test_a_batch_is_told_what_the_longest_caption_says(written: WrittenPipeline) -> None:
+def test_probed_text_shapes_are_those_of_the_longest_caption(written: WrittenPipeline) -> None:
     family, model = written.family, written.model
     caption = "word " * 2000
     one = written.text_encoder(torch.float32).encode([caption])[0]
-    said = family.pad_text(model, [one])
-    learnt = EncoderShapeProbe(RunConfig(), family, model).text_specs(1)
-    assert {name: field.shape for name, field in learnt.items()} == {
-        name: tuple(tensor.shape[1:]) for name, tensor in said.items()
+    padded = family.pad_text(model, [one])
+    specs = EncoderShapeProbe(RunConfig(), family, model).text_specs(1)
+    assert {name: field.shape for name, field in specs.items()} == {
+        name: tuple(tensor.shape[1:]) for name, tensor in padded.items()
     }
 
 
 @pytest.mark.parametrize("name", BILLIONS)
-def test_a_published_model_has_as_many_parameters_as_its_authors_say(name: str) -> None:
+def test_a_published_model_has_the_published_number_of_parameters(name: str) -> None:
     family = FAMILY_BY_PIPELINE[PUBLISHED[name]["index"]["_class_name"]]
     _, model, known = describe_model(ModelSettings.model_validate({"family": family, "path": name}))
-    assert "nothing downloaded" in known
+    assert "nothing was downloaded" in known
     for part, billions in BILLIONS[name].items():
         module = loading.load_module(model, part, torch.bfloat16)
         assert sum(one.numel() for one in module.parameters()) / 1e9 == pytest.approx(billions, rel=0.002), part
@@ -96,15 +98,15 @@ def test_every_published_model_is_read_by_its_family() -> None:
         )
 
 
-def test_a_name_that_nobody_knows_is_told_with_its_neighbour() -> None:
+def test_the_error_for_an_unknown_name_suggests_a_similar_one() -> None:
     settings = ModelSettings(family="flux", path="black-forest-labs/FLUX.1-dew")
     with pytest.raises(ModelError, match=r"did you mean black-forest-labs/flux\.1-dev"):
         describe_model(settings)
 
 
-def test_a_stranger_is_told_who_is_known_of_its_family() -> None:
-    with pytest.raises(ModelError, match=r"of sdxl are known .*stable-diffusion-xl-base.* config files"):
-        describe_model(ModelSettings(family="sdxl", path="somebody/else"))
+def test_the_error_for_an_unknown_model_lists_the_known_ones_of_its_family() -> None:
+    with pytest.raises(ModelError, match=r"models of sdxl: .*stable-diffusion-xl-base.* config files"):
+        describe_model(ModelSettings(family="sdxl", path="someone/else"))
 
 
 def test_blocks_of_a_unet_come_in_the_order_of_its_forward_pass() -> None:

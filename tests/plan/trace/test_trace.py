@@ -1,4 +1,4 @@
-"""A traced step is the real one: its tensors by class, its blocks in order, its work by arithmetic; and its table."""
+"""A traced step equals the real one: tensors by class, order of blocks, work by arithmetic; and so does its table."""
 
 from __future__ import annotations
 
@@ -55,39 +55,39 @@ def configured(**blocks: Any) -> RunConfig:
 
 
 @cache
-def shaper(family: str, path: str, **blocks: Any) -> EncoderShapeProbe:
-    config, known = configured(**blocks), family_of(family)
-    return EncoderShapeProbe(config, known, known.read_model(ModelSource(path)))
+def shape_probe(family: str, path: str, **blocks: Any) -> EncoderShapeProbe:
+    loaded = family_of(family)
+    return EncoderShapeProbe(configured(**blocks), loaded, loaded.read_model(ModelSource(path)))
 
 
 def shaped(
     config: RunConfig, family: Family, model: ModelDescription, media: tuple[int, ...], samples: int = 1
 ) -> BatchShape:
-    """As the configuration's own shaper says; shapes of latents and captions are learnt once."""
-    learnt = shaper(family.name, model.source.path).batch_shape(samples, media)
+    """The batch shape for a configuration; the encoders are probed once for all tests."""
+    probed = shape_probe(family.name, model.source.path).batch_shape(samples, media)
     prior = {"prior": BatchTensorSpec((), torch.bool)} if any(one.prior for one in config.datasets) else {}
-    kept = latent_storage_dtype(ComputePrecision(config.train.mixed_precision, CPU).dtype)
-    return replace(learnt, loss_inputs=prior, latents_dtype=kept)
+    stored = latent_storage_dtype(ComputePrecision(config.train.mixed_precision, CPU).dtype)
+    return replace(probed, loss_inputs=prior, latents_dtype=stored)
 
 
 def traced(
-    config: RunConfig, family: Family, model: ModelDescription, media: tuple[int, ...], **how: Any
+    config: RunConfig, family: Family, model: ModelDescription, media: tuple[int, ...], **options: Any
 ) -> ExecutionTrace:
-    shape = shaped(config, family, model, media, how.pop("samples", 1))
-    if "checkpointing" in how:
-        config = with_checkpointing(config, how.pop("checkpointing"))
-    return trace_training_step(config, family, model, model.experts[0], shape, **how)
+    shape = shaped(config, family, model, media, options.pop("samples", 1))
+    if "checkpointing" in options:
+        config = with_checkpointing(config, options.pop("checkpointing"))
+    return trace_training_step(config, family, model, model.experts[0], shape, **options)
 
 
-def real(
+def run_window(
     config: RunConfig, family: Family, model: ModelDescription, media: tuple[int, ...]
 ) -> tuple[ExpertState, dict[str, int]]:
-    """The same window, computed; gradients are counted before they are dropped."""
+    """Really computes the same window. Returns its expert state, and the bytes of its batch and gradients."""
     precision, expert = ComputePrecision(config.train.mixed_precision, CPU), model.experts[0]
     module = family.load_denoiser(model, expert, weight_dtype(config, precision))
     quantize_base_weights(config, module, precision, NullSink())
     trained = build_trainable_expert(config, family, expert, module, precision, NullSink())
-    trainee = build_expert_state(config, expert, trained, precision)
+    expert_state = build_expert_state(config, expert, trained, precision)
     shape = shaped(config, family, model, media)
     batch = StepBatch(
         latents=torch.randn(1, *shape.latents).to(shape.latents_dtype),
@@ -99,24 +99,24 @@ def real(
     found = {"batch": sum(one.nbytes for one in batch.tensors())}
 
     def fetch(figures: torch.Tensor) -> list[float]:
-        found["gradients"] = sum(p.grad.nbytes for p in trainee.parameters.values() if p.grad is not None)
+        found["gradients"] = sum(p.grad.nbytes for p in expert_state.parameters.values() if p.grad is not None)
         return figures.tolist()
 
-    rules = build_step_options(config, family, model, precision, NullSink())
-    train_window(trainee, [batch], samples=1, learning_rate=1e-4, options=replace(rules, copy_to_host=fetch))
-    return trainee, found
+    options = build_step_options(config, family, model, precision, NullSink())
+    train_window(expert_state, [batch], samples=1, learning_rate=1e-4, options=replace(options, copy_to_host=fetch))
+    return expert_state, found
 
 
 def stored(tensor: torch.Tensor) -> int:
     return sum(one.untyped_storage().nbytes() for one in inner_tensors(tensor))
 
 
-def state_bytes(trainee: ExpertState) -> int:
-    values = [value for state in trainee.optimizer.torch_optimizer.state.values() for value in state.values()]
-    averages = [] if trainee.ema is None else list(trainee.ema.averages.values())
+def state_bytes(expert_state: ExpertState) -> int:
+    values = [value for state in expert_state.optimizer.torch_optimizer.state.values() for value in state.values()]
+    averages = [] if expert_state.ema is None else list(expert_state.ema.averages.values())
     tensors = [plain for one in (*values, *averages) if isinstance(one, torch.Tensor) for plain in inner_tensors(one)]
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
-    return sum(storages.values())  # some optimizers cut theirs from one piece
+    return sum(storages.values())  # some optimizers share one storage
 
 
 def of(trace: ExecutionTrace, kind: TensorKind) -> int:
@@ -124,51 +124,51 @@ def of(trace: ExecutionTrace, kind: TensorKind) -> int:
 
 
 @pytest.mark.parametrize("settings", ADAPTERS, ids=str)
-def test_weights_gradients_and_state_are_those_of_a_real_window(
+def test_a_trace_has_the_weights_gradients_and_state_of_a_real_window(
     wan: tuple[Family, ModelDescription], settings: dict[str, Any]
 ) -> None:
     config = configured(**settings, train={"ema_decay": 0.99})
     trace = traced(config, *wan, (3, 5, 32, 48))
-    trainee, found = real(config, *wan, (3, 5, 32, 48))
-    trained = sum(stored(one) for one in trainee.parameters.values())
-    everything = {one.data_ptr(): stored(one) for one in trainee.module.parameters()}
+    expert_state, found = run_window(config, *wan, (3, 5, 32, 48))
+    trained = sum(stored(one) for one in expert_state.parameters.values())
+    everything = {one.data_ptr(): stored(one) for one in expert_state.module.parameters()}
     assert of(trace, TensorKind.TRAINED) == trained
     assert of(trace, TensorKind.GRADIENT) == found["gradients"]
-    assert of(trace, TensorKind.STATE) == state_bytes(trainee)
+    assert of(trace, TensorKind.STATE) == state_bytes(expert_state)
     assert of(trace, TensorKind.BATCH) == found["batch"]
-    buffers = sum(stored(one) for one in trainee.module.buffers())
-    if "model" not in settings:  # wrappers have no address of their own
+    buffers = sum(stored(one) for one in expert_state.module.buffers())
+    if "model" not in settings:  # tensor subclasses have no data pointer
         assert of(trace, TensorKind.FROZEN) == sum(everything.values()) - trained + buffers
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_steps_without_values_and_keeps_what_it_really_keeps(
+def test_every_optimizer_steps_on_fake_tensors_and_has_its_real_state(
     wan: tuple[Family, ModelDescription], name: str
 ) -> None:
     config = configured(optimizer={"name": name}, adapter={"rank": 32})
     trace = traced(config, *wan, (3, 5, 32, 48))
-    trainee, _ = real(config, *wan, (3, 5, 32, 48))
-    really = state_bytes(trainee)
-    zero = sum(one.nbytes for name, one in trainee.parameters.items() if ".lora_B." in name)
-    if name == "prodigy":  # it keeps where weights began, but not of those that began at zero: who knows?
-        really += zero
-    assert of(trace, TensorKind.STATE) == pytest.approx(really, abs=64)
+    expert_state, _ = run_window(config, *wan, (3, 5, 32, 48))
+    real_bytes = state_bytes(expert_state)
+    zero = sum(one.nbytes for name, one in expert_state.parameters.items() if ".lora_B." in name)
+    if name == "prodigy":  # it stores initial weights unless they are all zero, which fake tensors cannot tell
+        real_bytes += zero
+    assert of(trace, TensorKind.STATE) == pytest.approx(real_bytes, abs=64)
     assert trace.total_work(StepPass.UPDATE).operators > 0
 
 
 @pytest.mark.parametrize("written", EVERY, indirect=True, ids=lambda case: case.name)
-def test_every_family_is_traced_forward_and_backward(written: WrittenPipeline) -> None:
+def test_every_family_can_be_traced_with_checkpointing(written: WrittenPipeline) -> None:
     config = configured(train={"gradient_checkpointing": True})
     trace = traced(config, written.family, written.model, written.case.shape, samples=2)
     part = written.model.experts[0].component
-    names = {stretch.block for stretch in trace.spans if stretch.step_pass is StepPass.RECOMPUTE}
+    names = {span.block for span in trace.spans if span.step_pass is StepPass.RECOMPUTE}
     assert trace.blocks[0] == BEFORE_BLOCKS and trace.blocks[-1] == AFTER_BLOCKS
     assert len(trace.blocks) > 3 and len(names) >= (1 if part == "unet" else 2), part
     assert of(trace, TensorKind.GRADIENT) == pytest.approx(of(trace, TensorKind.TRAINED), rel=0.2)
     assert trace.total_work(StepPass.BACKWARD).matmul_flops > 0
 
 
-def test_memory_that_is_taken_is_given_back(wan: tuple[Family, ModelDescription]) -> None:
+def test_only_weights_state_and_batch_outlive_the_step(wan: tuple[Family, ModelDescription]) -> None:
     trace = traced(configured(), *wan, (3, 5, 32, 48))
     live = trace.live_bytes()
     assert (trace.death > trace.birth).all() and (live >= 0).all()
@@ -179,7 +179,7 @@ def test_memory_that_is_taken_is_given_back(wan: tuple[Family, ModelDescription]
     assert sum(trace.live_bytes_by_kind(at).values()) == live[at]
 
 
-def test_blocks_are_passed_in_order_forward_and_in_the_opposite_backward(wan: tuple[Family, ModelDescription]) -> None:
+def test_blocks_run_in_order_forward_and_in_reverse_order_backward(wan: tuple[Family, ModelDescription]) -> None:
     family, model = wan
     trace = traced(configured(train={"gradient_checkpointing": True}), *wan, (3, 5, 32, 48))
     named = list(named_blocks(family.load_denoiser(model, model.experts[0], torch.float32)))
@@ -196,7 +196,7 @@ def _visited(trace: ExecutionTrace, during: StepPass) -> list[int]:
     return [block for number, block in enumerate(found) if block not in found[:number]]
 
 
-def test_checkpointing_recomputes_the_blocks_and_keeps_less(wan: tuple[Family, ModelDescription]) -> None:
+def test_checkpointing_recomputes_the_blocks_and_saves_less(wan: tuple[Family, ModelDescription]) -> None:
     config = configured(train={"gradient_checkpointing": True})
     kept, again = traced(config, *wan, (3, 9, 64, 64), checkpointing=False), traced(config, *wan, (3, 9, 64, 64))
     assert kept.total_work(StepPass.RECOMPUTE).operators == 0
@@ -208,7 +208,7 @@ def test_checkpointing_recomputes_the_blocks_and_keeps_less(wan: tuple[Family, M
     )
 
 
-def test_work_grows_with_the_batch_and_a_full_update_costs_two_products_back_for_one_forth(
+def test_work_is_proportional_to_the_batch_and_backward_is_twice_forward(
     wan: tuple[Family, ModelDescription],
 ) -> None:
     config = configured(adapter={"type": "full"}, train={"mixed_precision": "fp32"})
@@ -218,14 +218,14 @@ def test_work_grows_with_the_batch_and_a_full_update_costs_two_products_back_for
     linear = _linear_flops(wan[1], one)
     back = one.total_work(StepPass.BACKWARD).matmul_flops / one.total_work(StepPass.FORWARD).matmul_flops
     assert linear < one.total_work(StepPass.FORWARD).matmul_flops
-    assert 1.9 < back < 2.5  # attention makes its scores again: five products for two
+    assert 1.9 < back < 2.5  # attention recomputes its scores: five products instead of two
 
 
 def _linear_flops(model: ModelDescription, trace: ExecutionTrace) -> float:
-    """Of one block's feed-forward layers, by hand: two products of 2 · tokens · width · inner each."""
+    """Operations of the blocks' feed-forward layers, by hand: two products of 2 · tokens · width · inner each."""
     config = model.configs["transformer"]
     width = int(str(config["num_attention_heads"])) * int(str(config["attention_head_dim"]))
-    tokens = 2 * 2 * 3  # 5 frames are 2, 32×48 are 4×6 in latents, and a token is 2×2 of them
+    tokens = 2 * 2 * 3  # 5 frames become 2, 32×48 pixels 4×6 latents, and a token is 2×2 latents
     blocks = len(trace.blocks) - 2
     return blocks * 2 * 2.0 * tokens * width * int(str(config["ffn_dim"]))
 
@@ -241,13 +241,13 @@ def test_micro_batches_share_gradients_and_one_update(wan: tuple[Family, ModelDe
     )
 
 
-def test_samples_that_keep_the_prior_cost_a_second_forward_pass(wan: tuple[Family, ModelDescription]) -> None:
+def test_prior_samples_cost_a_second_forward_pass(wan: tuple[Family, ModelDescription]) -> None:
     plain = traced(configured(), *wan, (3, 5, 32, 48))
     prior = traced(configured(datasets=[{"prior": True}]), *wan, (3, 5, 32, 48))
     assert prior.total_work(StepPass.FORWARD).matmul_flops == pytest.approx(
         2 * plain.total_work(StepPass.FORWARD).matmul_flops
     )
-    assert of(prior, TensorKind.STATE) == of(plain, TensorKind.STATE) + of(plain, TensorKind.TRAINED)  # as they were
+    assert of(prior, TensorKind.STATE) == of(plain, TensorKind.STATE) + of(plain, TensorKind.TRAINED)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
@@ -260,7 +260,7 @@ def test_every_precision_is_traced_with_clipping(wan: tuple[Family, ModelDescrip
 
 
 def test_the_table_of_a_trace_adds_up_to_its_peak(wan: tuple[Family, ModelDescription]) -> None:
-    """Weights and state all the time, what blocks saved so far, and what the one at work needs."""
+    """The peak is: weights and state, activations that blocks have saved so far, and the temporaries of one block."""
     trace = traced(configured(), *wan, (3, 9, 64, 64))
     table = build_step_table(trace, micro_batches=2)
     assert [block.name for block in table.blocks] == list(trace.blocks)
@@ -278,10 +278,8 @@ def test_the_table_of_a_trace_adds_up_to_its_peak(wan: tuple[Family, ModelDescri
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_every_block_needs_something_in_its_backward_pass_and_none_needs_everything(
-    wan: tuple[Family, ModelDescription], kind: str
-) -> None:
-    """What belongs to no block runs at the end of a pass and in between: it is nobody's need but whose turn it is."""
+def test_every_block_has_a_share_of_the_backward_peak(wan: tuple[Family, ModelDescription], kind: str) -> None:
+    """Operators outside all blocks run between blocks and at the end: they count for the block whose turn it is."""
     table = build_step_table(traced(configured(adapter={"type": kind}), *wan, (3, 17, 96, 96), checkpointing=False))
     saved = sum(block.saved_bytes for block in table.blocks)
     inner = [block.backward_peak_bytes for block in table.blocks[1:-1]]
@@ -289,7 +287,7 @@ def test_every_block_needs_something_in_its_backward_pass_and_none_needs_everyth
     assert max(block.backward_peak_bytes for block in table.blocks) < saved / 2
 
 
-def test_the_table_of_a_step_that_keeps_all_says_what_recomputing_all_would_need(
+def test_the_table_of_a_step_without_recomputation_predicts_the_peak_with_it(
     wan: tuple[Family, ModelDescription],
 ) -> None:
     config = configured(train={"gradient_checkpointing": True})

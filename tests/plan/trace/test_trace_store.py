@@ -1,4 +1,4 @@
-"""Kept traces come back whole or not at all, and are found by what decides them alone."""
+"""Stored traces are read back completely or not at all, and are keyed only by what determines them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,15 @@ from supertuner.plan.trace.inference_phases import (
     trace_text_encoding,
 )
 from supertuner.plan.trace.recorder import PlainCpuDevice
-from supertuner.plan.trace.trace_store import MAX_FILES, TraceCache, program_versions, read_trace, serialize_trace
+from supertuner.plan.trace.trace_store import (
+    MAX_FILES,
+    PACKAGE,
+    TraceCache,
+    program_versions,
+    read_trace,
+    serialize_trace,
+    traced_source_files,
+)
 
 
 class RecordingSink:
@@ -53,7 +61,8 @@ def a_trace() -> ExecutionTrace:
             TraceSpan(1, StepPass.FORWARD, 0, 2, OperatorWork(1.5, 2.0, 3.0, 4), (0, 1)),
             TraceSpan(2, StepPass.BACKWARD, 2, 4, OperatorWork(), ()),
         ),
-        end=5, block_inputs=np.array([[1, 1]], dtype=np.int32), micro_batches=3, notes=("one",), work_by_part=(("rest", OperatorWork(1.0)),),
+        end=5, block_inputs=np.array([[1, 1]], dtype=np.int32), micro_batches=3, notes=("one",),
+        work_by_part=(("rest", OperatorWork(1.0)),),
     )  # fmt: skip
 
 
@@ -61,57 +70,57 @@ def same(one: ExecutionTrace, other: ExecutionTrace) -> bool:
     return all(np.array_equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(ExecutionTrace))
 
 
-def test_live_bytes_are_rounded_to_granules_and_follow_births_and_deaths() -> None:
+def test_live_bytes_are_aligned_and_follow_allocations_and_releases() -> None:
     trace = a_trace()
     assert trace.live_bytes().tolist() == [512, 1536, 2048, 1536, 512, 0]
     assert trace.peak() == (2048, 2) and trace.live_bytes_by_kind(2)[TensorKind.ACTIVATION] == 1024
     assert trace.span_at(3) == trace.spans[1]
 
 
-def test_a_trace_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_stored_trace_is_read_back_unchanged(tmp_path: Path) -> None:
     (tmp_path / "one").write_bytes(serialize_trace(a_trace(), "key"))
     found = read_trace(tmp_path / "one", "key")
     assert found is not None and same(found, a_trace()) and found.spans == a_trace().spans
 
 
-def test_any_flipped_byte_or_cut_is_noticed(tmp_path: Path) -> None:
+def test_any_flipped_byte_or_truncation_is_detected(tmp_path: Path) -> None:
     whole, file = serialize_trace(a_trace(), "key"), tmp_path / "one"
     for place in range(0, len(whole), 7):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         found = read_trace(file, "key")
-        assert found is None or same(found, a_trace()), place  # in a name that nobody reads, it may stay unnoticed
+        assert found is None or same(found, a_trace()), place  # a byte of an unused name may change undetected
         file.write_bytes(whole[:place])
         assert read_trace(file, "key") is None, place
 
 
-def test_what_is_kept_is_not_made_again_and_damage_is_mended(tmp_path: Path) -> None:
-    made: list[int] = []
+def test_a_stored_trace_is_not_made_again_unless_its_file_is_damaged(tmp_path: Path) -> None:
+    calls: list[int] = []
 
-    def make() -> ExecutionTrace:
-        made.append(1)
+    def create() -> ExecutionTrace:
+        calls.append(1)
         return a_trace()
 
-    kept = TraceCache(tmp_path / "new" / "folder", {"torch": "1"}, RecordingSink())
-    assert same(kept.get_or_create({"a": 1}, make), kept.get_or_create({"a": 1}, make)) and len(made) == 1
-    kept.get_or_create({"a": 2}, make)
-    TraceCache(tmp_path / "new" / "folder", {"torch": "2"}, RecordingSink()).get_or_create({"a": 1}, make)
-    assert len(made) == 3
+    cache = TraceCache(tmp_path / "new" / "folder", {"torch": "1"}, RecordingSink())
+    assert same(cache.get_or_create({"a": 1}, create), cache.get_or_create({"a": 1}, create)) and len(calls) == 1
+    cache.get_or_create({"a": 2}, create)
+    TraceCache(tmp_path / "new" / "folder", {"torch": "2"}, RecordingSink()).get_or_create({"a": 1}, create)
+    assert len(calls) == 3
     for file in (tmp_path / "new" / "folder").iterdir():
         file.write_bytes(b"nothing")
     later = TraceCache(tmp_path / "new" / "folder", {"torch": "1"}, RecordingSink())
-    assert same(later.get_or_create({"a": 1}, make), a_trace()) and len(made) == 4
-    TraceCache(tmp_path / "new" / "folder", {"torch": "1"}, RecordingSink()).get_or_create({"a": 1}, make)
-    assert len(made) == 4
+    assert same(later.get_or_create({"a": 1}, create), a_trace()) and len(calls) == 4
+    TraceCache(tmp_path / "new" / "folder", {"torch": "1"}, RecordingSink()).get_or_create({"a": 1}, create)
+    assert len(calls) == 4
 
 
-def test_a_folder_that_cannot_be_written_costs_a_warning_and_not_the_trace(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_gives_a_warning_and_the_trace(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    heard = RecordingSink()
-    assert same(TraceCache(tmp_path / "file" / "below", {}, heard).get_or_create({}, a_trace), a_trace())
-    assert any(isinstance(event, WarningEvent) and "cannot be written" in event.message for event in heard.events)
+    sink = RecordingSink()
+    assert same(TraceCache(tmp_path / "file" / "below", {}, sink).get_or_create({}, a_trace), a_trace())
+    assert any(isinstance(event, WarningEvent) and "cannot be written" in event.message for event in sink.events)
 
 
-def test_of_many_traces_the_oldest_are_removed(tmp_path: Path) -> None:
+def test_the_oldest_of_many_traces_are_removed(tmp_path: Path) -> None:
     for number in range(MAX_FILES):
         (tmp_path / f"{number}.safetensors").write_bytes(b"old")
         os.utime(tmp_path / f"{number}.safetensors", (number, number))
@@ -120,13 +129,15 @@ def test_of_many_traces_the_oldest_are_removed(tmp_path: Path) -> None:
     assert len(left) == MAX_FILES and "0.safetensors" not in left and "1.safetensors" in left
 
 
-def test_without_a_folder_everything_is_made_now() -> None:
+def test_without_a_folder_traces_are_kept_in_memory_only() -> None:
     assert same(TraceCache(None, {}, RecordingSink()).get_or_create({}, a_trace), a_trace())
 
 
-def test_versions_name_what_runs_in_a_trace() -> None:
-    found = program_versions()
-    assert {"torch", "diffusers", "peft", "supertuner"} <= set(found) and found == program_versions()
+def test_the_versions_cover_everything_that_runs_in_a_trace() -> None:
+    versions = program_versions()
+    assert {"torch", "diffusers", "peft", "supertuner"} <= set(versions) and versions == program_versions()
+    files = {file.relative_to(PACKAGE).as_posix() for file in traced_source_files()}
+    assert {"models/spec.py", "optim/schedule.py", "step/window.py", "plan/trace/recorder.py"} <= files
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +165,7 @@ def training_files(
     return len(list(folder.iterdir()))
 
 
-def test_experts_that_are_alike_are_traced_once_and_values_do_not_matter(
+def test_equal_experts_share_a_trace_and_values_do_not_matter(
     tmp_path: Path, wan: tuple[Family, ModelDescription], shape: BatchShape
 ) -> None:
     high, low = wan[1].experts
@@ -164,7 +175,7 @@ def test_experts_that_are_alike_are_traced_once_and_values_do_not_matter(
     assert training_files(tmp_path, wan, shape, (high, low), adapter={"low_noise": {"rank": 3}}) == 3
 
 
-def test_encoders_and_samples_are_traced_with_all_that_is_in_memory(
+def test_encoders_and_samples_are_traced_with_everything_in_memory(
     tmp_path: Path, wan: tuple[Family, ModelDescription], shape: BatchShape
 ) -> None:
     family, model = wan
@@ -172,8 +183,8 @@ def test_encoders_and_samples_are_traced_with_all_that_is_in_memory(
     traces = CachedTraces(TraceCache(tmp_path, {}, RecordingSink()), config, *wan, PlainCpuDevice())
     media = trace_media_encoding(family, model, MEDIA)
     text = trace_text_encoding(config, family, model)
-    made = trace_sampling(config, family, model, shape)
-    sample = made.trace
+    sampled = trace_sampling(config, family, model, shape)
+    sample = sampled.trace
     weights = [int(one.nbytes[one.kind == TensorKind.FROZEN].sum()) for one in (media, text, sample)]
     assert weights[0] > 0 and weights[1] > 0 and weights[2] > sum(weights[:2])
     assert {name.partition(".")[0] for name in sample.blocks[1:-1]} == {"transformer", "transformer_2"}
@@ -183,11 +194,11 @@ def test_encoders_and_samples_are_traced_with_all_that_is_in_memory(
     )
     assert sample.nbytes[sample.kind == TensorKind.GRADIENT].sum() == 0
     assert (
-        made.total_work(4).matmul_flops
-        == made.encode_and_decode_work.matmul_flops + 4 * made.prediction_work.matmul_flops
+        sampled.total_work(4).matmul_flops
+        == sampled.encode_and_decode_work.matmul_flops + 4 * sampled.prediction_work.matmul_flops
     )
     again = traces.sampling(shape)
-    assert isinstance(again, SampleTrace) and again.prediction_work == made.prediction_work
+    assert isinstance(again, SampleTrace) and again.prediction_work == sampled.prediction_work
     assert same(traces.sampling(shape).trace, again.trace)
     assert same(traces.media(MEDIA), media)
     assert same(traces.text(), text)

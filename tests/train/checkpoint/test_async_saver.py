@@ -1,4 +1,4 @@
-"""Saves in the background: what is saved is the moment it was asked for, and what became of it is always told."""
+"""Saves in the background: a checkpoint holds the run at the time of the call, and its outcome is always reported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RecordingSink:
 
 
 class GatedHost(HostFacts):
-    """A machine that takes its time to say how much room a disk has: nothing is written until it is open."""
+    """A host whose `free_bytes` waits for an event: nothing is written before."""
 
     open, reached = threading.Event(), threading.Event()
 
@@ -56,7 +56,7 @@ class GatedHost(HostFacts):
 
 
 class LimitedHost(HostFacts):
-    """A machine with little left of something."""
+    """A host with little free disk space or memory."""
 
     disk: int | None = None
     memory: int | None = None
@@ -84,15 +84,15 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingRun]:
     settings = load_config(file).config
     (folder / "made").mkdir()
     with open_run(settings, RunContext.silent(folder / "made")) as run:
-        with run.dataloader() as feed:
-            for _, window in zip(range(3), feed, strict=False):
+        with run.dataloader() as loader:
+            for _, window in zip(range(3), loader, strict=False):
                 loop._train_step(run, window)
         yield run
 
 
 @pytest.fixture
 def run(opened: TrainingRun, tmp_path: Path) -> Iterator[TrainingRun]:
-    """The same in a folder of its own. Steps are counted up by tests, nothing more is trained."""
+    """The same run in a new folder. Tests raise its step; nothing more is trained."""
     before = opened.context, opened.step
     opened.context = replace(opened.context, run_dir=tmp_path, sink=RecordingSink())
     yield opened
@@ -125,8 +125,10 @@ def gated(run: TrainingRun) -> GatedHost:
 
 @contextmanager
 def disturbed(run: TrainingRun) -> Iterator[None]:
-    """Every tensor of the run is another one inside."""
-    tensors = [one for part, found in collect_contents(run, {})[0].parts.items() for one in found.values() if part != "random"]
+    """Inside the block every tensor of the run has other values."""
+    tensors = [
+        one for part, found in collect_contents(run, {})[0].parts.items() for one in found.values() if part != "random"
+    ]
     kept = [one.detach().clone() for one in tensors]
     with torch.no_grad():
         for one in tensors:
@@ -136,9 +138,10 @@ def disturbed(run: TrainingRun) -> Iterator[None]:
             one.copy_(value)
 
 
-def test_training_that_goes_on_changes_nothing_of_what_is_saved(run: TrainingRun) -> None:
+def test_later_training_does_not_change_the_saved_state(run: TrainingRun) -> None:
     expected = {
-        name: {k: v.detach().clone() for k, v in part.items()} for name, part in collect_contents(run, {})[0].parts.items()
+        name: {k: v.detach().clone() for k, v in part.items()}
+        for name, part in collect_contents(run, {})[0].parts.items()
     }
     assert any(part.startswith("ema.") for part in expected)
     assert sum(len(part) for name, part in expected.items() if name.startswith("optimizer.")) > 10
@@ -161,7 +164,7 @@ def test_training_that_goes_on_changes_nothing_of_what_is_saved(run: TrainingRun
     run.loss_log.truncate(*position)
 
 
-def test_saves_come_one_after_the_other_and_none_is_left_out(run: TrainingRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_are_written_in_order_and_none_is_skipped(run: TrainingRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver, "WARN_AFTER_S", 0.0)
     gate = gated(run)
     with CheckpointSaver(run) as saves:
@@ -170,9 +173,7 @@ def test_saves_come_one_after_the_other_and_none_is_left_out(run: TrainingRun, m
         run.step += 1
         threading.Timer(0.1, gate.open.set).start()
         saves.save()
-        assert find_checkpoints(folder(run))[0].step == 3, (
-            "the earlier one was there before the later one began"
-        )
+        assert find_checkpoints(folder(run))[0].step == 3, "the earlier one was there before the later one began"
         run.step += 1
         saves.save()
     assert steps(run) == [4, 5], "keep: 2"
@@ -181,7 +182,7 @@ def test_saves_come_one_after_the_other_and_none_is_left_out(run: TrainingRun, m
     assert heard(run).threads == {threading.get_ident()}, "sinks hear of it from the thread that trains"
 
 
-def test_what_leaves_a_window_is_told_and_what_is_being_written_is_not_waited_for(run: TrainingRun) -> None:
+def test_a_finished_save_is_reported_between_windows_and_a_running_one_is_not_awaited(run: TrainingRun) -> None:
     gate = gated(run)
     with CheckpointSaver(run) as saves:
         saves.save()
@@ -196,7 +197,7 @@ def test_what_leaves_a_window_is_told_and_what_is_being_written_is_not_waited_fo
 
 
 class RecordingProgress:
-    """Progress that remembers what it was asked to show, and by whom."""
+    """Progress that records what it shows, and for which thread."""
 
     def __init__(self) -> None:
         self.titles: list[str] = []
@@ -224,7 +225,7 @@ class RecordingProgress:
         pass
 
 
-def test_training_that_waits_shows_how_far_the_save_is(run: TrainingRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_training_shows_the_progress_of_the_save(run: TrainingRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver, "SHOW_PROGRESS_AFTER_S", 0.0)
     shown = RecordingProgress()
     run.context = replace(run.context, progress=shown)
@@ -241,7 +242,7 @@ def test_training_that_waits_shows_how_far_the_save_is(run: TrainingRun, monkeyp
     assert shown.done == shown.nbytes > 1000
 
 
-def test_a_save_that_was_due_and_failed_ends_the_run_at_its_next_window(run: TrainingRun) -> None:
+def test_a_failed_scheduled_save_ends_the_run_at_its_next_window(run: TrainingRun) -> None:
     run.context = replace(run.context, host=HostWithoutDisk())
     with pytest.raises(CheckpointError, match="are missing; free some space"), CheckpointSaver(run) as saves:
         saves.save()
@@ -249,13 +250,13 @@ def test_a_save_that_was_due_and_failed_ends_the_run_at_its_next_window(run: Tra
             saves.report_if_finished()
 
 
-def test_a_save_that_failed_last_of_all_ends_the_run_all_the_same(run: TrainingRun) -> None:
+def test_a_failed_last_save_ends_the_run_with_an_error(run: TrainingRun) -> None:
     run.context = replace(run.context, host=HostWithoutDisk())
     with pytest.raises(CheckpointError, match="are missing; free some space"), CheckpointSaver(run) as saves:
         saves.save()
 
 
-def test_a_save_somebody_asked_for_is_answered_once_it_is_on_disk(run: TrainingRun) -> None:
+def test_a_requested_save_is_answered_once_it_is_on_disk(run: TrainingRun) -> None:
     answers: list[tuple[Path | None, str, bool]] = []
 
     def answer(made: Path | None, why: str) -> None:
@@ -274,7 +275,7 @@ def test_a_save_somebody_asked_for_is_answered_once_it_is_on_disk(run: TrainingR
     assert heard(run).text().count("saved step") == 1, "of one step one is enough"
 
 
-def test_a_save_somebody_asked_for_that_fails_is_refused_and_the_run_goes_on(run: TrainingRun) -> None:
+def test_a_failed_requested_save_is_refused_and_the_run_goes_on(run: TrainingRun) -> None:
     answers: list[tuple[Path | None, str]] = []
     with CheckpointSaver(run) as saves:
         run.context = replace(run.context, host=HostWithoutDisk())
@@ -287,7 +288,7 @@ def test_a_save_somebody_asked_for_that_fails_is_refused_and_the_run_goes_on(run
     assert "request checkpoint" in heard(run).text() and steps(run) == [4]
 
 
-def test_an_interrupt_gives_up_what_is_being_written_and_leaves_the_last_one(run: TrainingRun) -> None:
+def test_an_interrupt_abandons_the_save_and_keeps_the_last_checkpoint(run: TrainingRun) -> None:
     answers: list[str] = []
     with pytest.raises(KeyboardInterrupt), CheckpointSaver(run) as saves:
         saves.save()
@@ -302,7 +303,7 @@ def test_an_interrupt_gives_up_what_is_being_written_and_leaves_the_last_one(run
     assert len(answers) == 1 and "abandoned" in answers[0]
 
 
-def test_an_error_in_training_waits_for_what_is_being_written(run: TrainingRun) -> None:
+def test_an_error_in_training_waits_for_the_running_save(run: TrainingRun) -> None:
     gate = gated(run)
     with pytest.raises(NonFiniteError), CheckpointSaver(run) as saves:
         saves.save()
@@ -312,7 +313,7 @@ def test_an_error_in_training_waits_for_what_is_being_written(run: TrainingRun) 
     assert steps(run) == [3] and "saved step 3" in heard(run).text()
 
 
-def test_an_error_in_training_is_told_even_if_the_save_fails_too(run: TrainingRun) -> None:
+def test_an_error_in_training_is_raised_even_if_the_save_fails_too(run: TrainingRun) -> None:
     run.context = replace(run.context, host=HostWithoutDisk())
     with pytest.raises(NonFiniteError), CheckpointSaver(run) as saves:
         saves.save()
@@ -320,7 +321,7 @@ def test_an_error_in_training_is_told_even_if_the_save_fails_too(run: TrainingRu
     assert "are missing" in heard(run).text()
 
 
-def test_an_error_in_training_is_told_even_if_nothing_can_be_recorded_any_more(run: TrainingRun) -> None:
+def test_an_error_in_training_is_raised_even_if_no_event_can_be_recorded(run: TrainingRun) -> None:
     class Full:
         def emit(self, event: Event, /) -> None:
             raise RunFolderError("events.jsonl cannot be written")
@@ -331,7 +332,7 @@ def test_an_error_in_training_is_told_even_if_nothing_can_be_recorded_any_more(r
         raise NonFiniteError("loss")
 
 
-def test_whoever_asked_is_answered_whatever_the_save_failed_of(run: TrainingRun) -> None:
+def test_a_request_is_answered_after_any_error_of_the_save(run: TrainingRun) -> None:
     class Broken(HostFacts):
         def free_bytes(self, folder: Path) -> int:
             raise RuntimeError("not a refusal of ours")
@@ -344,7 +345,7 @@ def test_whoever_asked_is_answered_whatever_the_save_failed_of(run: TrainingRun)
     assert answers == ["not a refusal of ours"]
 
 
-def test_without_room_for_a_copy_training_waits_and_needs_no_memory(run: TrainingRun) -> None:
+def test_without_memory_for_a_copy_training_waits_and_copies_nothing(run: TrainingRun) -> None:
     run.context = replace(run.context, host=HostWithoutMemory())
     with CheckpointSaver(run) as saves:
         for _ in range(2):
@@ -355,7 +356,7 @@ def test_without_room_for_a_copy_training_waits_and_needs_no_memory(run: Trainin
     assert heard(run).text().count("training waits while checkpoints are written") == 1
 
 
-def test_processes_of_a_node_that_copy_together_need_room_for_all_copies(run: TrainingRun) -> None:
+def test_ranks_of_a_node_need_memory_for_all_their_copies(run: TrainingRun) -> None:
     class Little(LimitedHost):
         memory = 10_000
 
@@ -367,7 +368,7 @@ def test_processes_of_a_node_that_copy_together_need_room_for_all_copies(run: Tr
         saves._sharded = False
 
 
-def test_a_save_in_the_foreground_is_the_same_bytes(run: TrainingRun) -> None:
+def test_a_save_in_the_foreground_gives_the_same_bytes(run: TrainingRun) -> None:
     with CheckpointSaver(run) as saves:
         saves.save()
     behind = {file.name: file.read_bytes() for file in (folder(run) / "step-00000003").iterdir()}
@@ -378,7 +379,7 @@ def test_a_save_in_the_foreground_is_the_same_bytes(run: TrainingRun) -> None:
     assert {file.name: file.read_bytes() for file in (folder(run) / "step-00000003").iterdir()} == behind
 
 
-def test_the_memory_of_copies_is_used_again(run: TrainingRun) -> None:
+def test_the_memory_of_copies_is_reused(run: TrainingRun) -> None:
     with CheckpointSaver(run) as saves:
         held = set()
         for _ in range(4):
@@ -390,9 +391,7 @@ def test_the_memory_of_copies_is_used_again(run: TrainingRun) -> None:
     assert held == {sum(one.nbytes for part in parts.values() for one in part.values())}
 
 
-def test_the_logs_are_safe_on_disk_before_a_checkpoint_speaks_of_them(
-    run: TrainingRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logs_are_synced_before_the_checkpoint_is_published(run: TrainingRun, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     fsync, rename = os.fsync, os.rename
 
@@ -413,8 +412,8 @@ def test_the_logs_are_safe_on_disk_before_a_checkpoint_speaks_of_them(
         assert str(log.path) in calls[:named]
 
 
-def test_a_running_job_answers_everybody_who_asked_for_a_checkpoint(run: TrainingRun) -> None:
-    """Of a step that is due anyway: one save serves all of them."""
+def test_a_running_job_answers_all_requests_for_a_checkpoint(run: TrainingRun) -> None:
+    """For a step with a scheduled save: one save serves all requests."""
     requests = run.context.run_dir / "requests"
     requests.mkdir()
     for name in ("mine", "yours"):
@@ -429,7 +428,7 @@ def test_a_running_job_answers_everybody_who_asked_for_a_checkpoint(run: Trainin
     assert heard(run).text().count("saved step 4:") == 1
 
 
-def test_a_run_whose_disk_is_full_ends_with_what_is_missing(run: TrainingRun) -> None:
+def test_a_run_with_a_full_disk_ends_with_the_missing_bytes(run: TrainingRun) -> None:
     run.context = replace(run.context, host=HostWithoutDisk())
     with pytest.raises(CheckpointError, match=r"checkpoint of step 4 needs .* are missing; free some space"):
         loop.train(run)

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back bit for bit, the last ones stay, and only whole ones are used."""
+"""Checkpoints are read back bit for bit, the last ones are kept, and only intact ones are used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.train.checkpoints import RecordingSink, bytes_of, parts_at, save_part
 
 
 class FullDiskHost(HostFacts):
-    """A machine whose disk has so much room."""
+    """A host whose disk has this much free space."""
 
     def __init__(self, free: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def flip(file: Path, at: int = -1) -> None:
     file.write_bytes(content)
 
 
-def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     put(tmp_path / "c", 40)
     found = load_latest(tmp_path / "c")
     assert found is not None and found.step == 40 and found.path == tmp_path / "c" / "step-00000040"
@@ -60,7 +60,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
             assert got[key].dtype == tensor.dtype and torch.equal(got[key], tensor)
 
 
-def test_tensors_come_back_aligned_as_torch_aligns_its_own(tmp_path: Path) -> None:
+def test_loaded_tensors_have_torchs_alignment(tmp_path: Path) -> None:
     odd = {f"{i}": torch.randn(i + 1) for i in range(9)}
     made = save_parts(tmp_path, 1, {"odd": odd}, {}, keep=1, host=HostFacts())
     assert all(tensor.data_ptr() % 64 == 0 for tensor in load_checkpoint(made).read_part("odd").values())
@@ -82,7 +82,7 @@ def test_every_dtype_survives_with_every_odd_shape(code: str, tmp_path: Path) ->
             assert torch.equal(*same)
 
 
-def test_files_of_the_library_are_read_too(tmp_path: Path) -> None:
+def test_files_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 5), "b": torch.arange(7), "c": torch.randn(2).bfloat16()}
     save_file(tensors, tmp_path / "x.safetensors", metadata={"who": "somebody", "format": "pt"})
     fd = os.open(tmp_path / "x.safetensors", os.O_RDONLY)
@@ -93,7 +93,7 @@ def test_files_of_the_library_are_read_too(tmp_path: Path) -> None:
     assert b"".join(seen) == (tmp_path / "x.safetensors").read_bytes()
 
 
-def test_the_same_content_is_the_same_bytes_whatever_order_it_came_in(tmp_path: Path) -> None:
+def test_equal_contents_in_any_order_give_equal_bytes(tmp_path: Path) -> None:
     parts = parts_at(40)
     turned = {name: dict(reversed(tensors.items())) for name, tensors in reversed(parts.items())}
     first = save_parts(tmp_path / "a", 40, parts, {"x": 1, "y": 0.1}, keep=1, host=HostFacts())
@@ -102,7 +102,7 @@ def test_the_same_content_is_the_same_bytes_whatever_order_it_came_in(tmp_path: 
     assert bytes_of(first) == bytes_of(second)
 
 
-def test_the_last_so_many_are_kept(tmp_path: Path) -> None:
+def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in range(10, 60, 10):
         put(tmp_path, step, keep=3)
     assert steps(tmp_path) == [30, 40, 50]
@@ -118,21 +118,21 @@ def test_saving_the_same_again_changes_nothing(tmp_path: Path) -> None:
     assert made.stat().st_ino == inode and tree(tmp_path) == before
 
 
-def test_another_content_of_the_same_step_replaces_it(tmp_path: Path) -> None:
+def test_another_content_of_the_same_step_replaces_the_checkpoint(tmp_path: Path) -> None:
     put(tmp_path, 40, seed=1)
     put(tmp_path, 40)
     assert bytes_of(tmp_path / "step-00000040") == bytes_of(put(tmp_path / "other", 40))
     assert sorted(os.listdir(tmp_path)) == ["other", "step-00000040"]
 
 
-def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     made = put(tmp_path, 40)
     before = bytes_of(made)
     flip(made / "ema.low_noise.safetensors")
     assert verify_checkpoint(put(tmp_path, 40)) == [] and bytes_of(made) == before
 
 
-def test_a_damaged_newer_one_is_told_passed_over_and_left(tmp_path: Path) -> None:
+def test_a_damaged_newer_checkpoint_is_skipped_with_a_warning_and_stays(tmp_path: Path) -> None:
     for step in (20, 40, 60):
         put(tmp_path, step)
     flip(tmp_path / "step-00000060" / "optimizer.low_noise.safetensors")
@@ -141,11 +141,11 @@ def test_a_damaged_newer_one_is_told_passed_over_and_left(tmp_path: Path) -> Non
     found = load_latest(tmp_path, heard)
     assert found is not None and found.step == 20
     assert "checkpoint of step 60: skipped" in heard.text() and "optimizer.low_noise.safetensors" in heard.text()
-    assert "checkpoint of step 40: passed over" in heard.text() and "state.json" in heard.text()
+    assert "checkpoint of step 40: skipped" in heard.text() and "state.json" in heard.text()
     assert tree(tmp_path) == before
 
 
-def test_saving_before_a_damaged_newer_one_keeps_what_was_saved(tmp_path: Path) -> None:
+def test_saving_before_a_damaged_newer_checkpoint_keeps_the_new_one(tmp_path: Path) -> None:
     put(tmp_path, 60)
     flip(tmp_path / "step-00000060" / "manifest.json")
     put(tmp_path, 40, keep=1)
@@ -155,7 +155,7 @@ def test_saving_before_a_damaged_newer_one_keeps_what_was_saved(tmp_path: Path) 
     assert found is not None and found.step == 50
 
 
-def test_going_on_from_an_older_one_gives_the_later_ones_another_name(tmp_path: Path) -> None:
+def test_resuming_from_an_older_checkpoint_renames_the_later_ones(tmp_path: Path) -> None:
     for step in (20, 40, 60):
         put(tmp_path, step)
     before, heard = bytes_of(tmp_path / "step-00000060"), RecordingSink()
@@ -185,18 +185,20 @@ def test_without_checkpoints_there_is_no_latest(tmp_path: Path) -> None:
     assert set(before) <= set(tree(tmp_path)), "what is not ours is left alone"
 
 
-def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
+def test_too_little_disk_space_is_reported_before_anything_is_written(tmp_path: Path) -> None:
     put(tmp_path, 10)
     before = tree(tmp_path)
-    said = r"step 20 needs \d+\.\d KiB, 4\.0 KiB are free below .*: \d+\.\d KiB are missing; .*intact: .*step-00000010"
-    with pytest.raises(CheckpointError, match=said):
+    message = (
+        r"step 20 needs \d+\.\d KiB, 4\.0 KiB are free below .*: \d+\.\d KiB are missing; .*intact: .*step-00000010"
+    )
+    with pytest.raises(CheckpointError, match=message):
         save_parts(tmp_path, 20, parts_at(20), state_at(20), keep=1, host=FullDiskHost(4096))
     assert tree(tmp_path) == before
     with pytest.raises(CheckpointError, match="there is none yet"):
         save_parts(tmp_path / "other", 20, parts_at(20), state_at(20), keep=1, host=FullDiskHost(4096))
 
 
-def test_the_room_asked_for_is_what_the_files_take(tmp_path: Path) -> None:
+def test_the_required_disk_space_is_what_the_files_take(tmp_path: Path) -> None:
     made = save_parts(tmp_path, 20, {"p": {"x": torch.zeros(100_000)}}, state_at(20), keep=1, host=HostFacts())
     taken = sum(-(-file.stat().st_size // 4096) * 4096 for file in made.iterdir()) + 4096
     for room, enough in ((taken - 1, False), (taken, True)):
@@ -215,14 +217,14 @@ def test_the_room_asked_for_is_what_the_files_take(tmp_path: Path) -> None:
             assert enough
 
 
-def test_a_state_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     for bad in (float("nan"), float("inf"), object(), {1, 2}):
         with pytest.raises(CheckpointError, match="nothing was saved"):
             save_parts(tmp_path / "c", 1, {}, {"x": bad}, keep=1, host=HostFacts())  # type: ignore[dict-item]
     assert not (tmp_path / "c").exists()
 
 
-def test_a_part_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+def test_a_missing_part_is_reported_with_the_existing_ones(tmp_path: Path) -> None:
     made = save_parts(tmp_path, 1, {"adapter.model": {}}, {}, keep=1, host=HostFacts())
     with pytest.raises(CheckpointError, match=r"has no part ema\.model, it has adapter\.model"):
         load_checkpoint(made).read_part("ema.model")
@@ -254,9 +256,9 @@ def test_a_checkpoint_can_be_copied_and_renamed(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "link").step == 40
 
 
-def test_a_folder_named_for_another_step_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
     os.rename(put(tmp_path, 40), tmp_path / "step-00000050")
-    with pytest.raises(CheckpointError, match="named for step 50, its manifest says 40"):
+    with pytest.raises(CheckpointError, match="name means step 50, its manifest has step 40"):
         load_checkpoint(tmp_path / "step-00000050")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are not what was written: every change is found, and nothing hostile does more than be refused."""
+"""Damaged and hostile checkpoints: every change is found, and hostile files are only refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def made(tmp_path: Path) -> Path:
 
 
 def seal(checkpoint: Path, **changes: Any) -> None:
-    """Make the manifest fit what is in the folder, as an attacker would; `changes` replace its fields."""
+    """Make the manifest match the folder, as an attacker would; `changes` replace its fields."""
     files = {
         f.name: {"bytes": f.stat().st_size, "xxh3_128": xxhash.xxh3_128_hexdigest(f.read_bytes())}
         for f in checkpoint.iterdir()
@@ -42,7 +42,7 @@ def seal(checkpoint: Path, **changes: Any) -> None:
 
 
 def refused(checkpoint: Path, *words: str) -> None:
-    """Loading it, or reading its parts, is one clear error; so says `verify`; and looking did not change it."""
+    """Loading it or reading its parts raises one clear error, `verify` reports it, and nothing is changed."""
     before = tree(checkpoint.parent)
     with pytest.raises(CheckpointError) as raised:
         loaded = load_checkpoint(checkpoint)
@@ -92,7 +92,7 @@ def test_every_bit_of_the_manifest_counts(made: Path) -> None:
     assert verify_checkpoint(made) == []
 
 
-def test_a_file_that_changes_after_the_check_is_still_found(made: Path) -> None:
+def test_a_file_that_changes_after_verification_is_still_found(made: Path) -> None:
     loaded = load_checkpoint(made)
     file = made / "adapter.high_noise.safetensors"
     content = bytearray(file.read_bytes())
@@ -112,7 +112,7 @@ def test_a_missing_file_or_folder_is_named(made: Path) -> None:
         load_checkpoint(made)
 
 
-def test_a_file_too_many_is_left_alone(made: Path) -> None:
+def test_an_extra_file_is_ignored(made: Path) -> None:
     (made / "notes.txt").write_text("my best one")
     assert verify_checkpoint(made) == [] and load_checkpoint(made).step == 40
 
@@ -133,7 +133,7 @@ def test_a_file_too_many_is_left_alone(made: Path) -> None:
         "é.safetensors",
     ],
 )
-def test_names_that_are_no_files_of_a_checkpoint_are_refused(made: Path, name: str) -> None:
+def test_invalid_file_names_are_refused(made: Path, name: str) -> None:
     (made.parent / "outside.safetensors").write_bytes(b"secret")
     files = json.loads((made / "manifest.json").read_bytes())["files"]
     seal(made, files={**files, name: {"bytes": 6, "xxh3_128": xxhash.xxh3_128_hexdigest(b"secret")}})
@@ -189,7 +189,7 @@ def test_a_manifest_with_wrong_values_is_refused_with_the_value(
         b'{"format": ' + b"1" * 5000 + b"}",
     ],
 )
-def test_a_manifest_that_is_no_json_object_is_refused(made: Path, content: bytes) -> None:
+def test_a_manifest_that_is_not_a_json_object_is_refused(made: Path, content: bytes) -> None:
     (made / "manifest.json").write_bytes(content)
     refused(made, "manifest.json")
 
@@ -197,7 +197,7 @@ def test_a_manifest_that_is_no_json_object_is_refused(made: Path, content: bytes
 @pytest.mark.parametrize(
     "content", [b'{"x": NaN}', b'{"x": -Infinity}', b'{"x": 1e400}', b"[1]", b"{", b"[" * 90_000, b'"text"']
 )
-def test_a_state_that_is_not_plain_json_is_refused_although_its_checksum_fits(made: Path, content: bytes) -> None:
+def test_an_invalid_state_with_a_valid_checksum_is_refused(made: Path, content: bytes) -> None:
     (made / "state.json").write_bytes(content)
     seal(made)
     refused(made, "state.json")
@@ -240,7 +240,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("what", HEADERS)
-def test_a_tensor_file_that_lies_is_refused_although_its_checksum_fits(made: Path, what: str) -> None:
+def test_an_inconsistent_tensor_file_with_a_valid_checksum_is_refused(made: Path, what: str) -> None:
     (made / "random.safetensors").write_bytes(HEADERS[what])
     seal(made)
     refused(made, "random.safetensors")
@@ -261,7 +261,7 @@ def test_links_devices_and_pipes_are_not_followed(made: Path, tmp_path: Path) ->
         load_checkpoint(made)
 
 
-def test_a_checkpoint_behind_a_link_is_used_and_only_the_link_is_removed(made: Path, tmp_path: Path) -> None:
+def test_a_linked_checkpoint_is_used_and_only_the_link_is_removed(made: Path, tmp_path: Path) -> None:
     os.rename(made, tmp_path / "elsewhere")
     os.symlink(tmp_path / "elsewhere", made)
     assert load_latest(made.parent) is not None, "a link that somebody made on purpose, to another disk, works"
@@ -271,7 +271,7 @@ def test_a_checkpoint_behind_a_link_is_used_and_only_the_link_is_removed(made: P
     assert verify_checkpoint(tmp_path / "elsewhere") == [], "and what it leads to is never removed"
 
 
-def test_a_hidden_link_is_removed_and_not_what_it_leads_to(made: Path, tmp_path: Path) -> None:
+def test_a_hidden_link_is_removed_and_not_its_target(made: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_text("mine")
     os.symlink(tmp_path / "precious", made.parent / ".removing-step-00000010")
@@ -294,7 +294,7 @@ def test_a_file_of_a_terabyte_of_holes_is_refused_without_a_terabyte_of_memory(m
     assert "it has 1099511627776 bytes" in verify_checkpoint(made)[0]
 
 
-def test_tensors_of_a_kind_with_hidden_parts_are_a_mistake_of_the_program(tmp_path: Path) -> None:
+def test_saving_a_tensor_subclass_is_a_programming_error(tmp_path: Path) -> None:
     class Quantised(torch.Tensor):
         pass
 

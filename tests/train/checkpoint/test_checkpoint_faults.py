@@ -1,4 +1,4 @@
-"""A save that is killed or refused at any of its system calls leaves the last checkpoint, or the new one, whole."""
+"""A save that is killed or fails at any of its system calls leaves the last checkpoint, or the new one, intact."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def test_a_kill_around_every_call_leaves_the_last_checkpoint_or_the_new_one(seen
         assert name == "the same step again" or killed[0]["old"] > 20, f"{name}: the first kills come before it"
 
 
-def test_a_disk_that_is_full_or_fails_at_any_call_is_told_and_loses_nothing(seen: dict[str, Any]) -> None:
+def test_a_disk_error_at_any_call_is_reported_and_loses_nothing(seen: dict[str, Any]) -> None:
     for name, found in seen.items():
         assert found["outcomes"]["disk full from here on"]["refused"] > 10, name
         assert found["outcomes"]["failed once"]["refused"] > 20, name
 
 
-def test_a_write_that_takes_only_half_is_gone_on_with(seen: dict[str, Any]) -> None:
+def test_a_partial_write_is_continued(seen: dict[str, Any]) -> None:
     assert all(set(found["outcomes"]["half written"]) == {"new"} for found in seen.values())
 
 
-def test_nothing_gets_its_name_before_all_of_it_is_synced(seen: dict[str, Any]) -> None:
-    """What a power cut may lose is what was not synced: the order of calls must leave nothing to lose."""
+def test_nothing_is_renamed_before_all_of_it_is_synced(seen: dict[str, Any]) -> None:
+    """A power cut may lose what is not synced: the order of calls must leave nothing to lose."""
     for name, found in seen.items():
         dirty: set[str] = set()
         renames = []
@@ -69,16 +69,16 @@ def test_nothing_gets_its_name_before_all_of_it_is_synced(seen: dict[str, Any]) 
 
 
 def _by_name(calls: list[list[str]]) -> list[list[str]]:
-    """The second of two processes writes into a folder by its number: by the folder's name instead."""
+    """Rank 1 writes through a descriptor of the folder: replace it by the folder's name."""
     (new,) = {where for what, where, _ in calls if what == "mkdir" and "/.saving-" in where}
     return [[re.sub(r"^/proc/self/fd/\d+(?=/|$)", new, word) for word in call] for call in calls]
 
 
-def test_a_disk_that_is_really_full_is_told_before_anything_is_written(small: Path) -> None:
+def test_a_full_disk_is_reported_before_anything_is_written(small: Path) -> None:
     kept = save_parts(small / "checkpoints", 1, {"a": {"x": torch.zeros(100_000)}}, {}, keep=2, host=HostFacts())
     before = tree(small)
-    said = r"step 2 needs .* are free below .* are missing; .* intact: .*step-00000001"
-    with pytest.raises(CheckpointError, match=said):
+    message = r"step 2 needs .* are free below .* are missing; .* intact: .*step-00000001"
+    with pytest.raises(CheckpointError, match=message):
         save_parts(small / "checkpoints", 2, {"a": {"x": torch.zeros(200_000)}}, {}, keep=2, host=HostFacts())
     assert tree(small) == before
     found = load_latest(small / "checkpoints")

@@ -1,4 +1,4 @@
-"""Checkpoints that several processes write together: one folder, whole or not there, for any number of readers."""
+"""Checkpoints that several ranks write together: one folder, complete or absent, for any number of readers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rows_of(count: int, rank: int, ranks: int) -> range:
 def shared_out(
     parts: dict[str, dict[str, torch.Tensor]], rank: int, ranks: int
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, int]]]:
-    """(what a process has, where it begins)."""
+    """(tensors of a rank, their row offsets)."""
     begins: dict[str, dict[str, int]] = {}
     own: dict[str, dict[str, torch.Tensor]] = {}
     for part, tensors in parts.items():
@@ -88,7 +88,7 @@ def save_one(
 
 
 def save_all(folder: Path, ranks: int, order: Callable[[int], float] = lambda rank: 0.0, **more: object) -> Path:
-    """All processes at once, each as a thread that begins after its own time."""
+    """All ranks at once, each as a thread that starts after its own delay."""
 
     def one(rank: int) -> Path:
         time.sleep(order(rank))
@@ -101,7 +101,7 @@ def save_all(folder: Path, ranks: int, order: Callable[[int], float] = lambda ra
 
 
 def wanted_by(rank: int, ranks: int) -> RowSelector:
-    """What a process wants of the tensors of ROWS, and of an optimizer's that belong to them."""
+    """The rows that a rank reads of the tensors of ROWS, and of the optimizer tensors that belong to them."""
 
     def rows(name: str) -> WantedRows | None:
         shape = ROWS[name.partition("/")[0]]
@@ -117,7 +117,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_what_many_wrote_is_read_back_as_a_whole(tmp_path: Path, ranks: int) -> None:
+def test_a_checkpoint_written_by_several_ranks_is_read_as_a_whole(tmp_path: Path, ranks: int) -> None:
     made = save_all(tmp_path / "c", ranks)
     assert verify_checkpoint(made) == []
     loaded = load_checkpoint(made)
@@ -131,8 +131,8 @@ def test_what_many_wrote_is_read_back_as_a_whole(tmp_path: Path, ranks: int) -> 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 5])
 @pytest.mark.parametrize("writers", [0, 2, 3])
-def test_any_number_of_processes_reads_the_rows_that_it_has(tmp_path: Path, writers: int, readers: int) -> None:
-    """0 writers: a run of one process, which shares nothing out."""
+def test_any_number_of_ranks_reads_the_rows_that_it_holds(tmp_path: Path, writers: int, readers: int) -> None:
+    """0 writers: a run of one process, without shards."""
     if writers:
         made = save_all(tmp_path / "c", writers)
     else:
@@ -145,13 +145,13 @@ def test_any_number_of_processes_reads_the_rows_that_it_has(tmp_path: Path, writ
             assert same(found, expected[part]), (rank, part)
 
 
-def test_the_same_content_is_the_same_bytes_in_whatever_order_they_come(tmp_path: Path) -> None:
+def test_equal_contents_give_equal_bytes_in_any_order_of_ranks(tmp_path: Path) -> None:
     one = save_all(tmp_path / "one", 3)
     other = save_all(tmp_path / "other", 3, order=lambda rank: 0.1 * (2 - rank), attempt="cd-9")
     assert bytes_of(one) == bytes_of(other)
 
 
-def test_torch_s_own_tool_puts_the_parts_together(tmp_path: Path) -> None:
+def test_torchs_own_tool_assembles_the_shards(tmp_path: Path) -> None:
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
     made = save_all(tmp_path / "c", 3)
@@ -163,11 +163,11 @@ def test_torch_s_own_tool_puts_the_parts_together(tmp_path: Path) -> None:
     consolidate_safetensors_files(str(tmp_path / "in"), str(tmp_path / "out"), fqn_to_index_mapping=index)
     (file,) = (tmp_path / "out").glob("*.safetensors")
     with safe_open(file, "pt") as opened:
-        found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 — it is no mapping
+        found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 — not a mapping
     assert same(found, whole_parts()["adapter.default"])
 
 
-def test_nothing_is_seen_until_the_last_process_has_written(tmp_path: Path) -> None:
+def test_nothing_is_visible_until_the_last_rank_has_written(tmp_path: Path) -> None:
     folder, last = tmp_path / "c", threading.Event()
     save_parts(folder, 20, whole_parts(1), state_at(20), keep=2, host=HostFacts())
     with ThreadPoolExecutor(3) as pool:
@@ -181,8 +181,8 @@ def test_nothing_is_seen_until_the_last_process_has_written(tmp_path: Path) -> N
     assert all(found.problem is None for found in find_checkpoints(folder))
 
 
-def test_remains_of_a_killed_save_are_never_mistaken_for_this_one(tmp_path: Path) -> None:
-    """A process that comes first finds the folder of a save that was killed: it waits until the first has its own."""
+def test_remains_of_a_killed_save_are_never_taken_for_this_save(tmp_path: Path) -> None:
+    """A rank that comes before rank 0 finds the folder of a killed save: it waits until rank 0 has made a new one."""
     folder = tmp_path / "c"
     remains = folder / ".saving-step-00000040"
     remains.mkdir(parents=True)
@@ -192,15 +192,15 @@ def test_remains_of_a_killed_save_are_never_mistaken_for_this_one(tmp_path: Path
     assert verify_checkpoint(made) == [] and os.listdir(folder) == ["step-00000040"]
 
 
-def test_a_process_of_a_job_that_is_gone_cannot_write_into_a_later_save(tmp_path: Path) -> None:
-    """The first process was killed; another is in the middle of its files while the next job saves the same step."""
+def test_a_rank_of_an_earlier_job_cannot_write_into_a_later_save(tmp_path: Path) -> None:
+    """Rank 0 was killed; another rank is in the middle of its files while the next job saves the same step."""
     folder, calls, inside, go = tmp_path / "c", iter(range(1000)), threading.Event(), threading.Event()
     begun = folder / ".saving-step-00000040"
     begun.mkdir(parents=True)
     (begun / "attempt-old-1").touch()
 
     def slow() -> None:
-        if next(calls) == 1:  # it has the folder open, and its first file
+        if next(calls) == 1:  # the folder and its first file are open
             inside.set()
             assert go.wait(60)
 
@@ -216,7 +216,7 @@ def test_a_process_of_a_job_that_is_gone_cannot_write_into_a_later_save(tmp_path
         assert same(load_checkpoint(made).read_part(part), expected), part
 
 
-def test_one_that_gives_up_leaves_nothing_and_what_was_there_stays(tmp_path: Path) -> None:
+def test_an_abandoned_save_leaves_nothing_and_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     save_parts(folder, 20, whole_parts(1), state_at(20), keep=2, host=HostFacts())
     before = tree(folder)
@@ -229,7 +229,7 @@ def test_one_that_gives_up_leaves_nothing_and_what_was_there_stays(tmp_path: Pat
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(save_one, folder, 0, 3, go_on=go_on)
         pool.submit(save_one, folder, 1, 3, go_on=go_on).result()
-        stop.set()  # the third never comes
+        stop.set()  # rank 2 never comes
         with pytest.raises(CheckpointError, match="given up"):
             first.result()
     assert tree(folder) == before
@@ -238,8 +238,8 @@ def test_one_that_gives_up_leaves_nothing_and_what_was_there_stays(tmp_path: Pat
 
 
 @pytest.mark.parametrize("moment", [1, 2, 3, 4])
-def test_whoever_writes_for_a_save_that_the_first_gave_up_has_no_error_of_its_own(tmp_path: Path, moment: int) -> None:
-    """Whenever that happens, in a file or between two: what is told is the first one's error, not a missing folder."""
+def test_a_rank_that_writes_for_an_abandoned_save_reports_only_that(tmp_path: Path, moment: int) -> None:
+    """Inside a file or between two: the error is that rank 0 abandoned the save, not that the folder is missing."""
     begun, calls = tmp_path / "c" / ".saving-step-00000040", iter(range(1000))
     begun.mkdir(parents=True)
     (begun / "attempt-ab-1").touch()
@@ -253,7 +253,7 @@ def test_whoever_writes_for_a_save_that_the_first_gave_up_has_no_error_of_its_ow
     assert not begun.exists()
 
 
-def test_room_is_asked_for_all_of_them(tmp_path: Path) -> None:
+def test_disk_space_is_required_for_all_ranks(tmp_path: Path) -> None:
     class Full(HostFacts):
         def free_bytes(self, folder: Path) -> int:
             return 20_000
@@ -268,7 +268,7 @@ BEGINS = {"a.weight": 4, "b.weight": 1, "c.bias": 3}
 
 
 @pytest.mark.parametrize(
-    ("tensors", "begins", "said"),
+    ("tensors", "begins", "message"),
     [
         ({"a.weight": torch.zeros(3, 3)}, {"a.weight": 5}, "goes on with row 5, wanted is row 4"),
         ({"a.weight": torch.zeros(3, 3)}, {"a.weight": 3}, "goes on with row 3, wanted is row 4"),
@@ -276,23 +276,23 @@ BEGINS = {"a.weight": 4, "b.weight": 1, "c.bias": 3}
         ({"a.weight": torch.zeros(3, 3).double()}, {"a.weight": 4}, "is another tensor than in"),
     ],
 )
-def test_rows_that_do_not_fit_together_are_told(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], begins: dict[str, int], said: str
+def test_rows_that_do_not_fit_together_are_reported(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], begins: dict[str, int], message: str
 ) -> None:
     made = save_all(tmp_path / "c", 2)
     forge_shard(made, SECOND, tensors, begins)
     (problem,) = verify_checkpoint(made)
-    assert said in problem and SECOND in problem
-    with pytest.raises(CheckpointError, match=said):
+    assert message in problem and SECOND in problem
+    with pytest.raises(CheckpointError, match=message):
         load_checkpoint(made).read_part("adapter.default")
 
 
 @pytest.mark.parametrize("readers", [1, 2])
 @pytest.mark.parametrize("left", [{"c.bias": torch.zeros(1)}, {}], ids=["a row is left", "none is left"])
-def test_a_tensor_whose_last_rows_are_lost_is_refused_by_whoever_wants_any(
+def test_a_tensor_whose_last_rows_are_lost_is_refused_by_every_reader(
     tmp_path: Path, left: dict[str, torch.Tensor], readers: int
 ) -> None:
-    """c.bias has 5 rows, 3 and 2: whoever reads can know that, the files cannot."""
+    """c.bias has 5 rows, 3 and 2: a reader knows that, the files do not."""
     made = save_all(tmp_path / "c", 2)
     forge_shard(
         made, SECOND, {"a.weight": torch.zeros(3, 3), "b.weight": torch.zeros(1, 2, 5).bfloat16(), **left}, BEGINS
@@ -303,7 +303,7 @@ def test_a_tensor_whose_last_rows_are_lost_is_refused_by_whoever_wants_any(
             load_checkpoint(made).read_part("adapter.default", wanted_by(rank, readers))
 
 
-def test_half_a_tensor_in_one_file_is_not_taken_for_the_half_of_a_process(tmp_path: Path) -> None:
+def test_half_a_tensor_in_one_file_is_not_taken_for_a_shard(tmp_path: Path) -> None:
     parts = whole_parts()
     parts["adapter.default"]["a.weight"] = parts["adapter.default"]["a.weight"][:4]
     made = save_parts(tmp_path / "c", 40, parts, state_at(40), keep=2, host=HostFacts())
@@ -325,7 +325,7 @@ def test_a_part_without_one_of_its_files_is_refused(tmp_path: Path) -> None:
     assert "not what was written" in verify_checkpoint(made)[0]
 
 
-def test_metadata_that_is_no_sense_is_told(tmp_path: Path) -> None:
+def test_invalid_sharding_metadata_is_reported(tmp_path: Path) -> None:
     for number, text in enumerate(('{"a.weight":{"saved_offsets":[1,1]}}', "[1]", "{", '{"a.weight":7}')):
         file = tmp_path / f"{number}"
         tensors = {"a.weight": torch.zeros(2, 2)}
@@ -337,7 +337,7 @@ def test_metadata_that_is_no_sense_is_told(tmp_path: Path) -> None:
             tensor_file.parse_row_offsets(header, entries)
 
 
-def test_commands_count_a_part_in_several_files_once(tmp_path: Path) -> None:
+def test_commands_count_a_sharded_part_once(tmp_path: Path) -> None:
     made = save_all(tmp_path / "checkpoints", 2)
     (found,) = find_checkpoints(tmp_path / "checkpoints")
     assert found.parts == ("adapter.default", "optimizer.default", "random") and found.problem is None

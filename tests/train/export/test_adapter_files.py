@@ -1,4 +1,4 @@
-"""Files of adapters through every scheme: the same change of the weights, nothing lost, nothing overwritten."""
+"""Adapter files in every key scheme: the same change of the weights, nothing lost, nothing overwritten."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAYERS = {"blocks.0.attn1.to_q": (24, 24), "blocks.1.attn2.to_out.0": (24, 24), 
 
 
 def wan_lora(scheme: KeyScheme, alpha: float | None, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """A LoRA of both experts, or of one where the scheme says none; every tensor another."""
+    """A LoRA of both experts, or of one if the scheme has no expert names; all tensors differ."""
     made = {}
     for number, expert in enumerate(KEY_STYLES[scheme.style].prefixes):
         for layer, (outputs, inputs) in LAYERS.items():
@@ -51,7 +51,7 @@ def wan_lora(scheme: KeyScheme, alpha: float | None, dtype: torch.dtype = torch.
 
 
 def changes(path: Path, family: str | None = None) -> dict[tuple[str | None, str], torch.Tensor]:
-    """(expert, layer) → what the file adds to the weight: the meaning of a file, whatever its names."""
+    """(expert, layer) → what the file adds to the weight: the meaning of a file, independent of its key names."""
     file = open_adapter(path, family)
     given = load_file(path)
     found = {}
@@ -82,8 +82,8 @@ def test_a_file_of_two_experts_means_the_same_in_every_scheme(
 
 
 @pytest.mark.parametrize("target", [name for name, scheme in KEY_SCHEMES.items() if not scheme.marks_experts])
-def test_there_and_back_is_the_file_to_the_bit(target: str, tmp_path: Path) -> None:
-    """An alpha that is the rank changes no value; where it is another, the scale is in the values instead."""
+def test_converting_there_and_back_gives_the_file_to_the_bit(target: str, tmp_path: Path) -> None:
+    """An alpha equal to the rank changes no value; otherwise the scale moves into the values."""
     scheme = KEY_SCHEMES["kohya"]
     given = wan_lora(scheme, float(RANK), torch.bfloat16)
     save_file(given, tmp_path / "a.safetensors", {"ss_network_dim": "4"})
@@ -97,7 +97,7 @@ def test_there_and_back_is_the_file_to_the_bit(target: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("source", ["kohya", "original", "original-down-up", "lycoris", "ai-toolkit-dollars"])
-def test_what_is_exported_for_diffusers_loads_into_both_experts_of_the_pipeline(source: str, tmp_path: Path) -> None:
+def test_an_export_for_diffusers_loads_into_both_experts_of_the_pipeline(source: str, tmp_path: Path) -> None:
     scheme = KEY_SCHEMES[source]
     for stage, expert in enumerate(("high_noise", "low_noise")):
         file = tmp_path / f"mine_{expert}.safetensors"
@@ -152,7 +152,7 @@ def test_a_fused_layer_is_split_as_diffusers_splits_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["diffusers", "kohya", "lycoris-stages"])
-def test_what_is_loaded_is_what_would_be_written(target: str, tmp_path: Path) -> None:
+def test_loaded_tensors_are_those_that_a_conversion_writes(target: str, tmp_path: Path) -> None:
     save_file(wan_lora(KEY_SCHEMES["original-down-up"], 3.0, torch.bfloat16), tmp_path / "a.safetensors")
     opened = with_expert(open_adapter(tmp_path / "a.safetensors"), "high_noise")
     convert_adapter(opened, KEY_SCHEMES[target], tmp_path / "b.safetensors")
@@ -162,8 +162,8 @@ def test_what_is_loaded_is_what_would_be_written(target: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("scheme", ["kohya", "original"])
-def test_parts_of_a_fused_layer_are_put_together_as_diffusers_takes_them_apart(scheme: str, tmp_path: Path) -> None:
-    """One of them missing, and of several ranks."""
+def test_parts_of_a_fused_layer_are_joined_as_diffusers_splits_them(scheme: str, tmp_path: Path) -> None:
+    """With one part missing, and with several ranks."""
     outputs = {
         "transformer_blocks.0.attn.to_q": 3072,
         "transformer_blocks.0.attn.to_v": 3072,
@@ -193,7 +193,7 @@ def test_parts_of_a_fused_layer_are_put_together_as_diffusers_takes_them_apart(s
     assert all(torch.allclose(after[one], before[one], atol=1e-5) for one in before)
 
 
-def test_what_cannot_be_put_together_is_refused(tmp_path: Path) -> None:
+def test_parts_that_cannot_be_joined_are_refused(tmp_path: Path) -> None:
     save_file({"lycoris_transformer_blocks_0_attn_to_q.lokr_w1": random_tensor(2, 2)}, tmp_path / "a.safetensors")
     with pytest.raises(ModelError, match="only plain LoRA"):
         convert_adapter(
@@ -210,14 +210,14 @@ def test_what_cannot_be_put_together_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "b.safetensors").exists()
 
 
-def test_an_alpha_that_only_diffusers_metadata_says_counts(tmp_path: Path) -> None:
-    said = {
+def test_an_alpha_in_diffusers_metadata_is_used(tmp_path: Path) -> None:
+    settings = {
         "transformer.r": RANK,
         "transformer.lora_alpha": 8,
         "transformer.alpha_pattern": {"blocks.1.ffn.net.0.proj": 2},
     }
     given = wan_lora(KEY_SCHEMES["diffusers"], None)
-    save_file(given, tmp_path / "a.safetensors", {"lora_adapter_metadata": json.dumps(said)})
+    save_file(given, tmp_path / "a.safetensors", {"lora_adapter_metadata": json.dumps(settings)})
     convert_adapter(open_adapter(tmp_path / "a.safetensors"), KEY_SCHEMES["kohya"], tmp_path / "b.safetensors")
     made = load_file(tmp_path / "b.safetensors")
     assert float(made["lora_unet_blocks_0_self_attn_q.alpha"]) == 8
@@ -229,9 +229,9 @@ def test_an_alpha_that_only_diffusers_metadata_says_counts(tmp_path: Path) -> No
     assert torch.equal(load_file(tmp_path / "c.safetensors")[key], 2 * given[key])
 
 
-def test_each_expert_has_the_alpha_that_diffusers_metadata_says_of_its_part(tmp_path: Path) -> None:
-    said = {"transformer.lora_alpha": 8, "transformer_2.lora_alpha": 2, "text_encoder.lora_alpha": 5}
-    metadata = {"lora_adapter_metadata": json.dumps(said)}
+def test_each_expert_has_the_alpha_of_its_part_of_diffusers_metadata(tmp_path: Path) -> None:
+    settings = {"transformer.lora_alpha": 8, "transformer_2.lora_alpha": 2, "text_encoder.lora_alpha": 5}
+    metadata = {"lora_adapter_metadata": json.dumps(settings)}
     save_file(wan_lora(KEY_SCHEMES["diffusers-pair"], None), tmp_path / "a.safetensors", metadata)
     convert_adapter(open_adapter(tmp_path / "a.safetensors"), KEY_SCHEMES["lycoris-stages"], tmp_path / "b.safetensors")
     made = load_file(tmp_path / "b.safetensors")
@@ -258,11 +258,11 @@ def test_each_expert_has_the_alpha_that_diffusers_metadata_says_of_its_part(tmp_
     ],
 )
 def test_patterns_of_diffusers_metadata_mean_what_they_mean_to_peft(pattern: str, tmp_path: Path) -> None:
-    said = {"transformer.lora_alpha": 8, "transformer.alpha_pattern": {pattern: 2}}
+    settings = {"transformer.lora_alpha": 8, "transformer.alpha_pattern": {pattern: 2}}
     save_file(
         wan_lora(KEY_SCHEMES["diffusers"], None),
         tmp_path / "a.safetensors",
-        {"lora_adapter_metadata": json.dumps(said)},
+        {"lora_adapter_metadata": json.dumps(settings)},
     )
     convert_adapter(open_adapter(tmp_path / "a.safetensors"), KEY_SCHEMES["kohya"], tmp_path / "b.safetensors")
     made = load_file(tmp_path / "b.safetensors")
@@ -275,12 +275,12 @@ def test_patterns_of_diffusers_metadata_mean_what_they_mean_to_peft(pattern: str
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(.*a){9}", ".*.*.*.*q", "blocks[", "a|b", ""])
-def test_a_pattern_that_could_keep_us_searching_is_refused(pattern: str, tmp_path: Path) -> None:
-    said = {"transformer.alpha_pattern": {pattern: 2}}
+def test_a_pattern_with_unbounded_matching_time_is_refused(pattern: str, tmp_path: Path) -> None:
+    settings = {"transformer.alpha_pattern": {pattern: 2}}
     save_file(
         wan_lora(KEY_SCHEMES["diffusers"], None),
         tmp_path / "a.safetensors",
-        {"lora_adapter_metadata": json.dumps(said)},
+        {"lora_adapter_metadata": json.dumps(settings)},
     )
     with pytest.raises(ModelError, match="a pattern that is not taken from a file"):
         convert_adapter(open_adapter(tmp_path / "a.safetensors"), KEY_SCHEMES["kohya"], tmp_path / "b.safetensors")
@@ -298,7 +298,7 @@ def test_dora_s_magnitudes_are_a_row_for_peft_and_a_column_for_others(tmp_path: 
 
 
 @pytest.mark.parametrize("family", FAMILY_LAYERS)
-def test_what_is_exported_for_comfyui_has_names_that_its_rules_read(family: str, tmp_path: Path) -> None:
+def test_an_export_for_comfyui_has_names_that_comfyui_reads(family: str, tmp_path: Path) -> None:
     row = next(
         row
         for row in FAMILY_LAYERS[family].original_names
@@ -318,7 +318,7 @@ def test_what_is_exported_for_comfyui_has_names_that_its_rules_read(family: str,
     assert found.reading.scheme.style == KEY_SCHEMES[COMFYUI_SCHEMES[family]].style
 
 
-def test_dora_goes_to_comfyui_in_the_only_word_that_it_knows(tmp_path: Path) -> None:
+def test_dora_is_written_for_comfyui_with_the_only_key_it_reads(tmp_path: Path) -> None:
     given = wan_lora(KEY_SCHEMES["diffusers"], None)
     given["transformer.blocks.0.attn1.to_q.lora_magnitude_vector"] = random_tensor(24)
     save_file(given, tmp_path / "a.safetensors")
@@ -329,7 +329,7 @@ def test_dora_goes_to_comfyui_in_the_only_word_that_it_knows(tmp_path: Path) -> 
     assert not comfyui_reads("wan2.2", KEY_SCHEMES["original"], dora=True)
 
 
-def test_the_expert_of_a_file_must_be_the_one_that_is_asked_for(tmp_path: Path) -> None:
+def test_the_expert_of_a_file_must_be_the_requested_one(tmp_path: Path) -> None:
     save_file(wan_lora(KEY_SCHEMES["ai-toolkit"], None), tmp_path / "both.safetensors")
     with pytest.raises(ModelError, match="of high_noise and low_noise, not of low_noise"):
         with_expert(open_adapter(tmp_path / "both.safetensors"), "low_noise")
@@ -347,7 +347,7 @@ def test_the_expert_of_a_file_must_be_the_one_that_is_asked_for(tmp_path: Path) 
         with_expert(open_adapter(tmp_path / "y_low_noise.safetensors"), "high_noise")
 
 
-def test_two_experts_do_not_go_into_one_file_that_cannot_tell_them_apart(tmp_path: Path) -> None:
+def test_two_experts_are_not_written_into_a_scheme_without_expert_names(tmp_path: Path) -> None:
     save_file(wan_lora(KEY_SCHEMES["ai-toolkit"], None), tmp_path / "a.safetensors")
     opened = open_adapter(tmp_path / "a.safetensors")
     with pytest.raises(ModelError, match="say no expert"):
@@ -356,7 +356,7 @@ def test_two_experts_do_not_go_into_one_file_that_cannot_tell_them_apart(tmp_pat
     assert len(select_expert(opened, "low_noise").reading.names) == 2 * len(LAYERS)
 
 
-def test_nothing_is_overwritten_without_being_asked(tmp_path: Path) -> None:
+def test_nothing_is_overwritten_without_request(tmp_path: Path) -> None:
     save_file(wan_lora(KEY_SCHEMES["kohya"], None), tmp_path / "a.safetensors")
     (tmp_path / "b.safetensors").write_text("mine")
     opened = open_adapter(tmp_path / "a.safetensors")
@@ -399,10 +399,8 @@ def test_no_more_than_one_tensor_is_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.5), (torch.bfloat16, 4.5)], ids=["fp32", "bf16"])
-def test_no_more_than_one_tensor_is_in_memory_where_a_scale_is_multiplied_in(
-    dtype: torch.dtype, most: float, tmp_path: Path
-) -> None:
-    """Of the memory of the process, torch's included. In bf16 the product is made in fp32, twice as large."""
+def test_no_more_than_one_tensor_is_in_memory_when_scaling(dtype: torch.dtype, most: float, tmp_path: Path) -> None:
+    """Measured as memory of the process, torch's included. In bf16 the product is computed in fp32, twice as large."""
     many = {
         format_key(AdapterTensorName(None, f"blocks.{n}.ffn.net.0.proj", tensor), KEY_SCHEMES["kohya"], "wan2.2"): value
         for n in range(4)
@@ -422,7 +420,7 @@ def test_no_more_than_one_tensor_is_in_memory_where_a_scale_is_multiplied_in(
 
 
 def peak_memory(reset: bool = False) -> int:
-    """The most that this process had resident since the last reset; with it, what it has now."""
+    """The peak resident memory since the last reset, and the current one."""
     if reset:
         try:
             Path("/proc/self/clear_refs").write_text("5")
@@ -443,7 +441,7 @@ def one_tensor(data: bytes = b"0000", metadata: object = None, **facts: object) 
     return header(json.dumps({**more, key: described}).encode(), data=data)
 
 
-def test_the_file_that_the_hostile_ones_are_made_of_is_read(tmp_path: Path) -> None:
+def test_the_base_of_the_hostile_files_is_valid(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(one_tensor(metadata={"x": "1"}))
     assert open_adapter(tmp_path / "a.safetensors").metadata == {"x": "1"}
 
@@ -467,13 +465,13 @@ def test_the_file_that_the_hostile_ones_are_made_of_is_read(tmp_path: Path) -> N
         one_tensor(metadata={"x": 1}),
     ],
 )
-def test_a_hostile_file_is_refused_in_words(content: bytes, tmp_path: Path) -> None:
+def test_a_hostile_file_is_refused_with_a_message(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match="safetensors file"):
         open_adapter(tmp_path / "a.safetensors")
 
 
-def test_what_is_no_file_of_an_adapter_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_path_that_is_no_adapter_file_is_refused_with_a_message(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, why in ((tmp_path, "is not a file"), (tmp_path / "pipe", "is not a file"), (tmp_path / "none", "opened")):
         with pytest.raises(ModelError, match=why):
@@ -483,7 +481,7 @@ def test_what_is_no_file_of_an_adapter_is_refused_in_words(tmp_path: Path) -> No
         open_adapter(tmp_path / "model.safetensors")
 
 
-def test_an_alpha_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_an_alpha_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     given = wan_lora(KEY_SCHEMES["kohya"], float("nan"))
     save_file(given, tmp_path / "a.safetensors")
     with pytest.raises(ModelError, match="not one finite number"):

@@ -1,4 +1,4 @@
-"""Adapters that exist already: a new one begins with them, or is trained on top of them, whoever wrote the file."""
+"""Existing adapter files: a new adapter starts from them or is trained on top of them, whichever program wrote them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def fresh(
 
 
 def written(settings: AdapterSettings, path: Path, name: str = "high_noise") -> TrainableExpert:
-    """An adapter as if trained, and its file."""
+    """An adapter with non-zero weights, and its file."""
     trained = fresh(settings, name=name)
     load_trainable_state(
         trained, {key: tensor + 0.1 * random_tensor(*tensor.shape) for key, tensor in trainable_state(trained).items()}
@@ -57,18 +57,18 @@ def written(settings: AdapterSettings, path: Path, name: str = "high_noise") -> 
 
 
 @EVERY_KIND
-def test_an_adapter_begins_with_a_file_of_its_kind(settings: AdapterSettings, tmp_path: Path) -> None:
+def test_an_adapter_starts_from_a_file_of_its_type(settings: AdapterSettings, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     before = written(settings, path)
     trained = fresh(settings, seed=2)
-    told = load_initial_values(trained, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
-    assert told == f"16 of 16 layers begin with the values of {path}"
+    summary = load_initial_values(trained, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
+    assert summary == f"16 of 16 layers begin with the values of {path}"
     assert (wan_output(trained.module) - wan_output(before.module)).abs().max() < 1e-5
     wan_output(trained.module).square().mean().backward()
     assert all(parameter.grad is not None for parameter in trained.parameters.values()), "and goes on learning"
 
 
-def test_the_alpha_of_the_run_may_be_another_and_what_is_added_is_the_same(tmp_path: Path) -> None:
+def test_another_alpha_in_the_run_keeps_the_weight_change(tmp_path: Path) -> None:
     for kind in ("lora", "lokr"):
         path = tmp_path / f"{kind}.safetensors"
         before = written(KINDS[kind], path)
@@ -88,7 +88,7 @@ def test_the_alpha_of_the_run_may_be_another_and_what_is_added_is_the_same(tmp_p
         *(("locon", "diffusers"), ("loha", "kohya")),
     ],
 )
-def test_whoever_wrote_the_file_means_the_same_adapter(kind: str, scheme: str, tmp_path: Path) -> None:
+def test_files_of_all_programs_mean_the_same_adapter(kind: str, scheme: str, tmp_path: Path) -> None:
     path, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     before = written(KINDS[kind], path)
     source = open_adapter(path, "wan2.2")
@@ -101,13 +101,13 @@ def test_whoever_wrote_the_file_means_the_same_adapter(kind: str, scheme: str, t
 
 
 @EVERY_KIND
-def test_a_frozen_adapter_counts_and_does_not_learn(settings: AdapterSettings, tmp_path: Path) -> None:
+def test_a_frozen_adapter_has_an_effect_and_is_not_trained(settings: AdapterSettings, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     below = written(settings, path)
     module = wan()
     bare = wan_output(module)
-    told = merge_frozen(module, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
-    assert told == f"{path} is frozen below what is trained, on 16 layers"
+    summary = merge_frozen(module, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
+    assert summary == f"{path} is frozen below what is trained, on 16 layers"
     wanted = wan_output(below.module)
     assert (wanted - bare).abs().max() > 1e-2
     trained = fresh(AdapterSettings(rank=2), seed=3, module=module)
@@ -132,7 +132,7 @@ def test_a_frozen_adapter_below_an_8_bit_base_is_added_before_it_is_rounded(tmp_
     assert (wan_output(module) - wanted).abs().mean() < 0.2 * (wan_output(wan()) - wanted).abs().mean()
 
 
-def test_flux_begins_with_a_file_too(tmp_path: Path) -> None:
+def test_flux_starts_from_a_file(tmp_path: Path) -> None:
     settings, path = AdapterSettings(rank=4), tmp_path / "a.safetensors"
     before = attach(flux(), settings, ATTENTION, seed=1, name="model")
     load_trainable_state(
@@ -159,7 +159,7 @@ def test_the_other_experts_file_is_refused(tmp_path: Path) -> None:
         load_layer_tensors(stray, "wan2.2", "high_noise", only_expert=False)
 
 
-def test_keys_that_are_not_understood_are_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_keys_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     written(KINDS["lora"], path)
     tensors = load_file(path)
@@ -174,7 +174,7 @@ def test_keys_that_are_not_understood_are_refused_by_name(tmp_path: Path) -> Non
         load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False)
 
 
-def test_another_rank_kind_or_set_of_layers_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_another_rank_type_or_set_of_layers_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     written(KINDS["lora"], path)
     layers = load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False)
@@ -201,7 +201,7 @@ def test_another_rank_kind_or_set_of_layers_is_refused_and_changes_nothing(tmp_p
         ("scalar", torch.tensor(2.0)),
     ],
 )
-def test_a_tensor_that_the_adapter_has_no_place_for_is_refused(key: str, tensor: torch.Tensor, tmp_path: Path) -> None:
+def test_a_tensor_that_the_adapter_lacks_is_refused(key: str, tensor: torch.Tensor, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     written(KINDS["lora"], path)
     save_file({**load_file(path), f"transformer.blocks.0.attn1.to_q.{key}": tensor}, path)
@@ -217,7 +217,7 @@ def test_a_tensor_that_the_adapter_has_no_place_for_is_refused(key: str, tensor:
     [{"scalar": torch.tensor(2.0)}, {"diff": torch.ones(24, 24)}, {"lokr_w1": torch.ones(2, 2)}],
     ids=lambda tensors: next(iter(tensors)),
 )
-def test_what_is_not_known_to_go_with_a_lora_is_not_frozen_without_it(
+def test_unsupported_extra_tensors_of_a_lora_are_refused_for_freezing(
     tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     path = tmp_path / "a.safetensors"
@@ -228,7 +228,7 @@ def test_what_is_not_known_to_go_with_a_lora_is_not_frozen_without_it(
         merge_frozen(wan(), load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
 
 
-def test_the_bias_of_a_frozen_lora_counts_with_its_scale_or_is_refused(tmp_path: Path) -> None:
+def test_the_bias_of_a_frozen_lora_is_scaled_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     key = "lora_unet_blocks_0_self_attn_q"
     lora = {f"{key}.lora_down.weight": random_tensor(4, 24), f"{key}.lora_up.weight": random_tensor(24, 4)}
@@ -242,7 +242,7 @@ def test_the_bias_of_a_frozen_lora_counts_with_its_scale_or_is_refused(tmp_path:
         merge_frozen(module, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
 
 
-def test_a_frozen_change_of_a_norm_counts(tmp_path: Path) -> None:
+def test_a_frozen_change_of_a_norm_has_an_effect(tmp_path: Path) -> None:
     path, key = tmp_path / "a.safetensors", "lycoris_blocks_0_attn1_norm_q"
     save_file({f"{key}.w_norm": random_tensor(24)}, path)
     module = wan()
@@ -254,7 +254,7 @@ def test_a_frozen_change_of_a_norm_counts(tmp_path: Path) -> None:
         merge_frozen(module, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
 
 
-def test_another_familys_file_is_told_from_a_file_with_strange_keys(tmp_path: Path) -> None:
+def test_a_file_of_another_family_is_distinguished_from_unknown_keys(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     written(KINDS["lora"], path)
     for family in ("flux", "qwen-image-edit"):
@@ -271,7 +271,7 @@ def test_another_familys_file_is_told_from_a_file_with_strange_keys(tmp_path: Pa
         load_layer_tensors(path, "flux", "model", only_expert=True)
 
 
-def test_values_that_are_no_numbers_are_refused_by_key(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_refused_by_key(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     written(KINDS["lora"], path)
     tensors = load_file(path)
@@ -283,7 +283,7 @@ def test_values_that_are_no_numbers_are_refused_by_key(tmp_path: Path) -> None:
         load_initial_adapters(settings, "wan2.2", "high_noise", only_expert=False)
 
 
-def test_a_files_digest_is_of_its_tensors_whatever_they_are_called(tmp_path: Path) -> None:
+def test_the_digest_of_a_file_depends_on_its_tensors_and_not_on_key_names(tmp_path: Path) -> None:
     path, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     written(AdapterSettings(rank=4), path)
     convert_adapter(with_expert(open_adapter(path), "high_noise"), KEY_SCHEMES["kohya"], other)
@@ -299,7 +299,7 @@ def test_a_files_digest_is_of_its_tensors_whatever_they_are_called(tmp_path: Pat
     assert digest(path) != digest(other)
 
 
-def test_each_expert_is_given_its_own_files(tmp_path: Path) -> None:
+def test_each_expert_gets_its_own_files(tmp_path: Path) -> None:
     paths = {name: tmp_path / f"run_{name}.safetensors" for name in ("high_noise", "low_noise")}
     for name, path in paths.items():
         written(KINDS["lora"], path, name=name)

@@ -1,4 +1,4 @@
-"""Exports: all of them or none, and a disk that is full is told."""
+"""Exports: all files or none, and a full disk is reported."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from tests.train.runs import config
 
 
 @pytest.mark.parametrize("adapter", [{"type": "lora", "rank": 64}, {"type": "full"}], ids=["lora", "full"])
-def test_an_export_that_finds_no_room_is_told_and_leaves_what_was_there(
-    tmp_path: Path, adapter: dict[str, Any]
-) -> None:
+def test_an_export_to_a_full_disk_fails_and_keeps_the_old_one(tmp_path: Path, adapter: dict[str, Any]) -> None:
     file = config(tmp_path, "a", adapter=adapter)
     folder = tmp_path / "a" / "run"
     folder.mkdir(parents=True)
@@ -44,7 +42,7 @@ def test_an_exported_file_is_not_in_memory_as_a_whole(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "run"
     folder.mkdir(parents=True)
     with open_run(load_config(file).config, RunContext.silent(folder)) as run:
-        export(run)  # all that is imported late
+        export(run)  # so that lazy imports are done
         tracemalloc.start()
         (made,) = export(run)
         _, peak = tracemalloc.get_traced_memory()

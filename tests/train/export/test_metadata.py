@@ -1,4 +1,4 @@
-"""An exported file tells by whom, from what and how it was made, and nothing of the machine."""
+"""An exported file records how and from which model it was made, and nothing about the machine."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ def exported(tmp_path: Path) -> list[Path]:
         return export(run)
 
 
-def test_a_file_can_be_traced_to_its_run_and_says_nothing_of_the_machine(tmp_path: Path) -> None:
+def test_a_file_can_be_traced_to_its_run_and_reveals_nothing_about_the_machine(tmp_path: Path) -> None:
     made = exported(tmp_path)
     assert [path.name for path in made] == ["run_high_noise.safetensors", "run_low_noise.safetensors"]
     for path, expert in zip(made, ("high_noise", "low_noise"), strict=True):
         with safe_open(path, "pt") as opened:
-            told = opened.metadata()
+            metadata = opened.metadata()
         content = path.read_bytes()
         data = content[8 + int.from_bytes(content[:8], "little") :]
-        assert told["modelspec.sai_model_spec"] == "1.0.1"
-        assert told["modelspec.architecture"] == "wan2.2/lora"
-        assert told["modelspec.title"] == f"run, {expert}"
-        assert told["modelspec.hash_sha256"] == f"0x{hashlib.sha256(data).hexdigest()}"
-        own = json.loads(told["supertuner"])
+        assert metadata["modelspec.sai_model_spec"] == "1.0.1"
+        assert metadata["modelspec.architecture"] == "wan2.2/lora"
+        assert metadata["modelspec.title"] == f"run, {expert}"
+        assert metadata["modelspec.hash_sha256"] == f"0x{hashlib.sha256(data).hexdigest()}"
+        own = json.loads(metadata["supertuner"])
         assert own["expert"] == expert and own["rank"] == 3 and own["alpha"] == 1.5
         assert own["run"] == "run" and own["step"] == 0 and own["family"] == "wan2.2"
         assert own["settings"]["optimizer"]["learning_rate"] == 3e-4
         assert own["versions"].keys() >= {"supertuner", "torch", "peft", "diffusers"}
-        assert str(tmp_path) not in json.dumps(told) and "/" not in own["base_model"]
+        assert str(tmp_path) not in json.dumps(metadata) and "/" not in own["base_model"]
         assert open_adapter(path).expert == expert
 
 
 def test_inspect_shows_where_an_export_comes_from(tmp_path: Path) -> None:
     path = exported(tmp_path)[1]
-    said = CliRunner().invoke(app, ["adapter", "inspect", str(path)]).output
+    output = CliRunner().invoke(app, ["adapter", "inspect", str(path)]).output
     for part in (
         "scheme    diffusers; family wan2.2",
         "low_noise",
@@ -58,4 +58,4 @@ def test_inspect_shows_where_an_export_comes_from(tmp_path: Path) -> None:
         "learning_rate",
         "base      tiny-wan2.2",
     ):
-        assert part in said, said
+        assert part in output, output

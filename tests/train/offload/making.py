@@ -1,4 +1,4 @@
-"""What tests of acting share: tiny real models with enough blocks to plan for, random plans, and runs to compare."""
+"""Shared by tests of offloading: tiny real models with enough blocks, random plans, and runs to compare."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], DenoiseFunction]] = {
 
 @dataclass(frozen=True)
 class OffloadCase:
-    """A run in small."""
+    """A small training run."""
 
     model: str = "wan"
     kind: str = "lora"
@@ -109,7 +109,7 @@ class OffloadCase:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(len(name))
             module = MODELS[self.model][0]().eval().requires_grad_(False)
-            for parameter in module.parameters():  # tables of zeros would hide mistakes
+            for parameter in module.parameters():  # zeros would hide mistakes
                 parameter.data += 0.02 * torch.randn_like(parameter)
         if self.kind != "full":
             module = module.to(ComputePrecision(self.precision, CPU).dtype)
@@ -147,25 +147,25 @@ def batch(positions: Sequence[int], side: int = 4) -> StepBatch:
     )
 
 
-def window(trainee: ExpertState, rules: StepOptions, number: int) -> WindowResult:
+def window(expert_state: ExpertState, options: StepOptions, number: int) -> WindowResult:
     """Three samples in two micro-batches of two shapes."""
     first = number * 3
     given = (batch([first, first + 1]), batch([first + 2], side=6))
-    return train_window(trainee, given, samples=3, learning_rate=0.01, options=rules, seed=number)
+    return train_window(expert_state, given, samples=3, learning_rate=0.01, options=options, seed=number)
 
 
-def outcome(trainee: ExpertState) -> dict[str, Any]:
-    """Everything that training changed, on the host."""
-    found: dict[str, Any] = {name: p.detach().cpu().clone() for name, p in trainee.parameters.items()}
-    for name, parameter in trainee.parameters.items():
-        for key, value in trainee.optimizer.torch_optimizer.state.get(parameter, {}).items():
+def outcome(expert_state: ExpertState) -> dict[str, Any]:
+    """Everything that training changed, in host memory."""
+    found: dict[str, Any] = {name: p.detach().cpu().clone() for name, p in expert_state.parameters.items()}
+    for name, parameter in expert_state.parameters.items():
+        for key, value in expert_state.optimizer.torch_optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 dense = (
                     value.dequantize() if hasattr(value, "dequantize") and type(value) is not torch.Tensor else value
                 )
                 found[f"{name}/{key}"] = dense.detach().cpu().clone()
-        if trainee.ema is not None:
-            found[f"{name}/ema"] = trainee.ema.averages[name].cpu().clone()
+        if expert_state.ema is not None:
+            found[f"{name}/ema"] = expert_state.ema.averages[name].cpu().clone()
     return found
 
 
@@ -199,7 +199,7 @@ def a_plan(
 
 @st.composite
 def plans(draw: st.DrawFn, blocks: int) -> dict[str, Any]:
-    """What `a_plan` takes, at random."""
+    """Random arguments for `a_plan`."""
     return {
         "weights": draw(st.lists(st.sampled_from(WeightPlacement), min_size=blocks, max_size=blocks)),
         "activations": draw(st.lists(st.sampled_from(ActivationPolicy), min_size=blocks, max_size=blocks)),
@@ -208,5 +208,5 @@ def plans(draw: st.DrawFn, blocks: int) -> dict[str, Any]:
     }
 
 
-def apply_plan_synchronously(trainee: ExpertState, plan: MemoryPlan) -> OffloadedExpert:
-    return apply_plan(trainee, plan, SynchronousTransfer(CPU), min_offload_bytes=1)
+def apply_plan_synchronously(expert_state: ExpertState, plan: MemoryPlan) -> OffloadedExpert:
+    return apply_plan(expert_state, plan, SynchronousTransfer(CPU), min_offload_bytes=1)

@@ -1,4 +1,4 @@
-"""What is between two windows: weights at home, no copy under way into memory that is given back, nothing piling up."""
+"""Between two windows: weights are in host memory, no copy runs into freed memory, and no counter grows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASE = OffloadCase()
 
 
 class RecordingTransfer(SynchronousTransfer):
-    """Copies are made at once, and it is written down who waited for which."""
+    """Copies synchronously, and records which events were waited for."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -54,30 +54,32 @@ class RecordingTransfer(SynchronousTransfer):
         return super().take_counters()
 
 
-def on_slots(acting: OffloadedExpert) -> list[str]:
-    streamed = acting.ring.streamed.values()
-    return [name for block in streamed for name, p in block.parameters.items() if acting.ring.is_in_slot(p.data)]
+def on_slots(offloaded: OffloadedExpert) -> list[str]:
+    streamed = offloaded.ring.streamed.values()
+    return [name for block in streamed for name, p in block.parameters.items() if offloaded.ring.is_in_slot(p.data)]
 
 
 @pytest.mark.parametrize("fate", ActivationPolicy)
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_after_a_window_no_weight_is_on_a_slot_and_the_distance_may_change(fate: ActivationPolicy, kind: str) -> None:
+def test_after_a_window_no_weight_is_in_a_slot_and_the_prefetch_depth_may_change(
+    fate: ActivationPolicy, kind: str
+) -> None:
     case = OffloadCase(kind=kind)
-    alone, trainee = case.expert_state(), case.expert_state()
-    acting = apply_plan_synchronously(trainee, a_plan(trainee.module, WeightPlacement.STREAMED, fate))
+    alone, expert_state = case.expert_state(), case.expert_state()
+    offloaded = apply_plan_synchronously(expert_state, a_plan(expert_state.module, WeightPlacement.STREAMED, fate))
     for number, ahead in enumerate((2, 0, 1)):
-        assert window(trainee, case.step_options(), number) == window(alone, case.step_options(), number)
-        assert not on_slots(acting)
-        acting.set_prefetch_depth(ahead)
-    assert_same(outcome(trainee), outcome(alone))
+        assert window(expert_state, case.step_options(), number) == window(alone, case.step_options(), number)
+        assert not on_slots(offloaded)
+        offloaded.set_prefetch_depth(ahead)
+    assert_same(outcome(expert_state), outcome(alone))
 
 
 @pytest.mark.parametrize("fate", [ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE])
-def test_experts_with_streamed_blocks_take_turns_whatever_becomes_of_activations(fate: ActivationPolicy) -> None:
+def test_experts_with_streamed_blocks_are_swapped_under_any_activation_policy(fate: ActivationPolicy) -> None:
     names = ("high_noise", "low")
-    alone, guests = ([CASE.expert_state(name) for name in names] for _ in range(2))
+    alone, swapped = ([CASE.expert_state(name) for name in names] for _ in range(2))
     turns = ExpertSwap()
-    for name, one in zip(names, guests, strict=True):
+    for name, one in zip(names, swapped, strict=True):
         turns.add(
             name,
             PlannedSwappableExpert(
@@ -85,30 +87,30 @@ def test_experts_with_streamed_blocks_take_turns_whatever_becomes_of_activations
             ),
         )
     for number, which in enumerate((0, 1, 0)):
-        assert window(guests[which], CASE.step_options(), number) == window(alone[which], CASE.step_options(), number)
-    for one, other in zip(guests, alone, strict=True):
+        assert window(swapped[which], CASE.step_options(), number) == window(alone[which], CASE.step_options(), number)
+    for one, other in zip(swapped, alone, strict=True):
         assert_same(outcome(one), outcome(other))
 
 
-def test_slots_are_given_back_after_the_computation_has_waited_for_all_copies_into_them() -> None:
-    """Else others could be given the memory while a copy for a pass that never comes still writes into it."""
-    trainee, carrier = CASE.expert_state(), RecordingTransfer()
-    acting = apply_plan(trainee, a_plan(trainee.module, WeightPlacement.STREAMED, ahead=2), carrier)
-    held_out_losses(trainee, [batch([0])], CASE.step_options())
-    assert set(carrier.begun) - carrier.awaited, "blocks of the next pass are under way"
-    acting.set_prefetch_depth(1)
-    assert set(carrier.begun) == carrier.awaited
+def test_slots_are_freed_after_the_computation_has_waited_for_all_copies_into_them() -> None:
+    """Otherwise the memory could be reused while a copy for a pass that never comes still writes into it."""
+    expert_state, transfer = CASE.expert_state(), RecordingTransfer()
+    offloaded = apply_plan(expert_state, a_plan(expert_state.module, WeightPlacement.STREAMED, ahead=2), transfer)
+    held_out_losses(expert_state, [batch([0])], CASE.step_options())
+    assert set(transfer.begun) - transfer.awaited, "blocks of the next pass are under way"
+    offloaded.set_prefetch_depth(1)
+    assert set(transfer.begun) == transfer.awaited
 
 
-def test_host_memory_that_cannot_be_had_is_told_with_what_needs_less() -> None:
-    with pytest.raises(TrainError, match=r"host memory cannot be had .*plan\.activations"):
+def test_host_memory_that_cannot_be_allocated_is_reported_with_a_remedy() -> None:
+    with pytest.raises(TrainError, match=r"host memory cannot be allocated .*plan\.activations"):
         HostMemoryPool(CPU).allocate(1 << 60)
 
 
-def test_counters_do_not_pile_up_where_nobody_looks_at_them() -> None:
-    trainee, carrier = CASE.expert_state(), RecordingTransfer()
-    planned = ExpertPlan(a_plan(trainee.module, stepping=OptimizerPlacement.HOST), PlanAssumptions(), 1)
-    acts = OffloadManager([trainee], {trainee.expert.name: planned}, carrier, NullSink(), check_every=0)
-    window(trainee, CASE.step_options(), 0)
-    acts.after_window(trainee.expert.name, 3, 1.0)
-    assert carrier.taken == 1
+def test_unread_counters_do_not_grow() -> None:
+    expert_state, transfer = CASE.expert_state(), RecordingTransfer()
+    planned = ExpertPlan(a_plan(expert_state.module, stepping=OptimizerPlacement.HOST), PlanAssumptions(), 1)
+    manager = OffloadManager([expert_state], {expert_state.expert.name: planned}, transfer, NullSink(), check_every=0)
+    window(expert_state, CASE.step_options(), 0)
+    manager.after_window(expert_state.expert.name, 3, 1.0)
+    assert transfer.taken == 1

@@ -1,7 +1,6 @@
-"""Whole runs under plans: every checkpoint, loss, sample and export has the bytes of a run without one.
+"""Complete runs with plans: every checkpoint, loss, sample and export has the bytes of a run without a plan.
 
-Two experts, averages, clipping, a ramp, held-out loss and samples; stopped in the middle and resumed under another
-plan.
+With two experts, averages, clipping, a ramp, held-out loss and samples; resumed in the middle with another plan.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ OTHERWISE = {"weights": "streamed", "activations": "recompute", "optimizer": "ho
 
 
 def written(run: Path) -> dict[str, str]:
-    """What a run leaves that must not depend on a plan."""
+    """The files of a run that must not depend on a plan."""
     kept = [*run.rglob("*.safetensors"), *run.rglob("*.png"), *run.glob("*.jsonl")]
     return {
         str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest()
@@ -37,18 +36,18 @@ def made(folder: Path, name: str, parent: TrainingForkServer, plan: dict[str, An
         optimizer={"learning_rate": 0.001, "lr_scheduler": "constant"},
         plan=plan,
     )
-    assert parent.train(file) == 0, parent.said()
+    assert parent.train(file) == 0, parent.output()
     return folder / name / "run"
 
 
-def test_runs_under_plans_leave_the_files_of_a_run_without_one(tmp_path: Path, parent: TrainingForkServer) -> None:
+def test_runs_with_plans_write_the_files_of_a_run_without_one(tmp_path: Path, parent: TrainingForkServer) -> None:
     wanted = written(made(tmp_path, "plain", parent, {}))
     run = made(tmp_path, "planned", parent, EVERYTHING)
     assert len(wanted) > 12 and written(run) == wanted
     assert "weights of 2 blocks streamed" in (run / "events.jsonl").read_text()
-    # The same run again from the middle, under another plan.
+    # The same run again from the middle, with another plan.
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     shutil.rmtree(run / "exports")
     made(tmp_path, "planned", parent, OTHERWISE)
-    assert "going on after step 3" in parent.said()
+    assert "going on after step 3" in parent.output()
     assert written(run) == wanted

@@ -1,7 +1,7 @@
-"""Correctness is not the plan's business: whatever a plan says, losses, weights, state and averages have the same bits.
+"""Losses, weights, optimizer state and averages have the same bits under any offload plan.
 
-On the CPU, where a device is the host itself and copies are made at once: what is moved where, dropped and fetched is
-what a GPU's run does.
+On the CPU, where the device is the host itself and copies are synchronous: tensors are moved, dropped and fetched as in
+a run on a GPU.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ CASES = {
 
 @cache
 def alone(name: str) -> tuple[list[WindowResult], torch.Tensor, dict[str, Any], int]:
-    """The run without a plan."""
+    """A run without a plan."""
     case = CASES[name]
-    trainee = case.expert_state()
-    results = [window(trainee, case.step_options(), number) for number in range(WINDOWS)]
-    looked = held_out_losses(trainee, [batch([50, 51])], case.step_options())
-    return results, looked, outcome(trainee), len(block_names(trainee.module))
+    expert_state = case.expert_state()
+    results = [window(expert_state, case.step_options(), number) for number in range(WINDOWS)]
+    looked = held_out_losses(expert_state, [batch([50, 51])], case.step_options())
+    return results, looked, outcome(expert_state), len(block_names(expert_state.module))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -68,14 +68,14 @@ def alone(name: str) -> tuple[list[WindowResult], torch.Tensor, dict[str, Any], 
 def test_any_plan_gives_the_same_bits(name: str, data: st.DataObject) -> None:
     results, looked, left, blocks = alone(name)
     case = CASES[name]
-    trainee = case.expert_state()
-    acting = apply_plan_synchronously(trainee, a_plan(trainee.module, **data.draw(plans(blocks))))
+    expert_state = case.expert_state()
+    offloaded = apply_plan_synchronously(expert_state, a_plan(expert_state.module, **data.draw(plans(blocks))))
     for number, wanted in enumerate(results):
-        assert window(trainee, case.step_options(), number) == wanted
-    assert torch.equal(held_out_losses(trainee, [batch([50, 51])], case.step_options()), looked)
-    assert_same(outcome(trainee), left)
-    acting.restore_to_device()
-    assert_same(outcome(trainee), left)
+        assert window(expert_state, case.step_options(), number) == wanted
+    assert torch.equal(held_out_losses(expert_state, [batch([50, 51])], case.step_options()), looked)
+    assert_same(outcome(expert_state), left)
+    offloaded.restore_to_device()
+    assert_same(outcome(expert_state), left)
 
 
 @pytest.mark.parametrize("stepping", OptimizerPlacement)
@@ -90,14 +90,16 @@ def test_any_plan_gives_the_same_bits(name: str, data: st.DataObject) -> None:
         ("unet", ActivationPolicy.RECOMPUTE),
     ],
 )
-def test_everything_away_gives_the_same_bits(name: str, fate: ActivationPolicy, stepping: OptimizerPlacement) -> None:
+def test_offloading_everything_gives_the_same_bits(
+    name: str, fate: ActivationPolicy, stepping: OptimizerPlacement
+) -> None:
     results, looked, left, _ = alone(name)
     case = CASES[name]
-    trainee = case.expert_state()
+    expert_state = case.expert_state()
     apply_plan_synchronously(
-        trainee, a_plan(trainee.module, WeightPlacement.STREAMED, fate, ahead=1, stepping=stepping)
+        expert_state, a_plan(expert_state.module, WeightPlacement.STREAMED, fate, ahead=1, stepping=stepping)
     )
     for number, wanted in enumerate(results):
-        assert window(trainee, case.step_options(), number) == wanted
-    assert torch.equal(held_out_losses(trainee, [batch([50, 51])], case.step_options()), looked)
-    assert_same(outcome(trainee), left)
+        assert window(expert_state, case.step_options(), number) == wanted
+    assert torch.equal(held_out_losses(expert_state, [batch([50, 51])], case.step_options()), looked)
+    assert_same(outcome(expert_state), left)

@@ -1,4 +1,4 @@
-"""A tiny two-expert Wan2.2 in training, with its sampler: what these tests look at."""
+"""A tiny Wan2.2 with two experts in training, and its sampler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class RecordingSink:
-    """A sink that keeps what it is given."""
+    """A sink that records events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -43,26 +43,28 @@ class TrainingStub:
     sampler: ModelSampler
 
     def window(self, number: int) -> float:
-        """Train one window of two samples. Dropout draws on torch's global generator, on purpose."""
-        trainee = self.expert_states[number % len(self.expert_states)]
+        """Train one window of two samples. Dropout uses torch's global generator, on purpose."""
+        expert_state = self.expert_states[number % len(self.expert_states)]
         batch = build_wan_batch([2 * number, 2 * number + 1], 4)
-        return train_window(trainee, [batch], samples=2, learning_rate=1e-2, options=self.step_options).loss
+        return train_window(expert_state, [batch], samples=2, learning_rate=1e-2, options=self.step_options).loss
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of everything that a window changes."""
         found = {}
-        for trainee in self.expert_states:
-            for name, parameter in trainee.parameters.items():
-                found[f"{trainee.expert.name}.{name}"] = parameter.detach().clone()
-            if trainee.ema is not None:
-                found |= {f"{trainee.expert.name}.ema.{n}": a.clone() for n, a in trainee.ema.averages.items()}
+        for expert_state in self.expert_states:
+            for name, parameter in expert_state.parameters.items():
+                found[f"{expert_state.expert.name}.{name}"] = parameter.detach().clone()
+            if expert_state.ema is not None:
+                found |= {
+                    f"{expert_state.expert.name}.ema.{n}": a.clone() for n, a in expert_state.ema.averages.items()
+                }
         return found
 
 
 def training(
     source: ModelSource, *, optimizer: str = "adamw", ema: float | None = None, dropout: float = 0.25
 ) -> TrainingStub:
-    """Both experts with LoRA, recomputing activations, and the pipeline around their modules."""
+    """Both experts with LoRA and gradient checkpointing, and a pipeline with their modules."""
     wan = load_family("wan2.2")
     model = wan.read_model(source)
     trained = {}
@@ -71,17 +73,19 @@ def training(
         settings = AdapterSettings(rank=2, dropout=dropout)
         trained[expert.name] = attach(module, settings, wan.target_presets["attention"], seed=1, name=expert.name)
         prepare_for_training(module, checkpointing=True)
-    trainees = []
+    expert_states = []
     for expert in model.experts:
         parameters = dict(trained[expert.name].parameters)
         made = build_optimizer(OptimizerSettings.model_validate({"name": optimizer}), parameters, expert.name)
         module = trained[expert.name].module
-        trainees.append(
+        expert_states.append(
             ExpertState(expert, module, parameters, made, None if ema is None else EmaWeights(parameters, ema))
         )
-    rules = StepOptions(partial(wan.denoise, model), TrainingObjective(), ComputePrecision("fp32", CPU))
+    options = StepOptions(partial(wan.denoise, model), TrainingObjective(), ComputePrecision("fp32", CPU))
     modules = {expert.component: trained[expert.name].module for expert in model.experts}
-    return TrainingStub(model, rules, tuple(trainees), trained, wan.build_sampler(model, modules, CPU, torch.float32))
+    return TrainingStub(
+        model, options, tuple(expert_states), trained, wan.build_sampler(model, modules, CPU, torch.float32)
+    )
 
 
 def a_plan(*prompts: str, seeds: tuple[int, ...] = (0,), frames: int = 1, steps: int = 2) -> ValidationSamplePlan:

@@ -1,4 +1,4 @@
-"""Samples of a real tiny Wan2.2 in training: what is written, that it is repeatable, that training never notices."""
+"""Samples of a tiny Wan2.2 in training: which files are written, that they repeat, and that training is unchanged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def samples(
     step: int = 40,
     weights: EvaluationWeights | None = None,
 ) -> MeasurementEvent:
-    modules = [trainee.module for trainee in run.expert_states]
+    modules = [expert_state.module for expert_state in run.expert_states]
     return make_samples(
         plan, run.sampler, RunContext.silent(Path("a run")), step=step, modules=modules, folder=folder, weights=weights
     )
@@ -51,7 +51,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
-def test_pictures_are_written_with_a_grid_and_their_facts(tiny_wan: ModelSource, tmp_path: Path) -> None:
+def test_images_are_written_with_a_grid_and_samples_json(tiny_wan: ModelSource, tmp_path: Path) -> None:
     event = samples(training(tiny_wan), tmp_path, a_plan("a red circle", "漢字 \udcff 😀", seeds=(0, 7)))
     folder = tmp_path / "step-00000040"
     assert event.figures["path"] == str(folder) and event.figures["film"] is None
@@ -67,7 +67,7 @@ def test_pictures_are_written_with_a_grid_and_their_facts(tiny_wan: ModelSource,
     assert pictures[0].shape == (32, 32, 3) and (pictures[0] != pictures[1]).any()
 
 
-def test_videos_are_films_with_frames_to_look_at(tiny_wan: ModelSource, tmp_path: Path) -> None:
+def test_videos_are_written_as_mp4_with_frames_as_image(tiny_wan: ModelSource, tmp_path: Path) -> None:
     event = samples(training(tiny_wan), tmp_path, a_plan(frames=5))
     folder = tmp_path / "step-00000040"
     assert sorted(contents(folder)) == [
@@ -78,7 +78,7 @@ def test_videos_are_films_with_frames_to_look_at(tiny_wan: ModelSource, tmp_path
     frames = np.stack(list(decode_video(film, 0, 5, None)))
     strip = np.asarray(Image.open(folder / "prompt-00-seed-0.frames.png"))
     assert frames.shape == (5, 32, 32, 3) and strip.shape == (32, 3 * 32 + 2 * 2, 3)
-    assert np.abs(frames[2].astype(int) - strip[:, 34:66]).mean() < 40  # noise, in colours of half the resolution
+    assert np.abs(frames[2].astype(int) - strip[:, 34:66]).mean() < 40  # noise, since colours have half the resolution
     assert json.loads((folder / "samples.json").read_bytes())["samples"][0]["frames"] == 5
 
 
@@ -97,7 +97,7 @@ def test_the_same_weights_give_the_same_bytes_and_others_do_not(tiny_wan: ModelS
 
 
 @pytest.mark.parametrize(("optimizer", "ema"), [("adamw", 0.5), ("schedule_free", None), ("adamw", None)])
-def test_training_goes_on_to_the_bit_as_if_nobody_had_looked(
+def test_training_goes_on_to_the_bit_as_without_samples(
     tiny_wan: ModelSource, tmp_path: Path, optimizer: str, ema: float | None
 ) -> None:
     ends = []
@@ -117,7 +117,7 @@ def test_training_goes_on_to_the_bit_as_if_nobody_had_looked(
     assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
 
 
-def test_random_states_modes_and_gradients_are_left_as_they_were() -> None:
+def test_random_states_modes_and_gradients_are_unchanged() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5).eval(), nn.Linear(2, 2))
     module(torch.ones(1, 2)).sum().backward()
     gradients = [parameter.grad for parameter in module.parameters()]
@@ -138,7 +138,7 @@ def test_random_states_modes_and_gradients_are_left_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "ema", "label"), [("adamw", 0.9, "moving average"), ("schedule_free", None, "schedule-free average")]
 )
-def test_samples_are_made_of_the_averages_where_there_are_any(
+def test_samples_use_averages_if_there_are_any(
     tiny_wan: ModelSource, tmp_path: Path, optimizer: str, ema: float | None, label: str
 ) -> None:
     run = training(tiny_wan, optimizer=optimizer, ema=ema, dropout=0.0)
@@ -159,7 +159,7 @@ def test_without_averages_the_weights_in_training_are_used(tiny_wan: ModelSource
 
 
 class SeedSampler:
-    """A sampler that draws what it was asked for: its seed as a grey."""
+    """A sampler that returns its random seed as a grey image."""
 
     def __init__(self, shade: int = 0, fail_at: int | None = None) -> None:
         self.shade, self.fail_at, self.asked = shade, fail_at, list[SampleRequest]()
@@ -177,7 +177,7 @@ def drawn(
     return make_samples(plan, sampler, RUN_CONTEXT, step=1, modules=modules, folder=folder)
 
 
-def test_a_folder_that_is_the_same_stays_and_one_that_differs_is_replaced(tmp_path: Path) -> None:
+def test_an_equal_folder_stays_and_a_different_one_is_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "step-00000001"
     drawn(SeedSampler(), tmp_path, a_plan())
     first = folder.stat().st_ino
@@ -192,7 +192,7 @@ def test_a_folder_that_is_the_same_stays_and_one_that_differs_is_replaced(tmp_pa
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_a_sampler_that_fails_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failing_sampler_leaves_only_the_old_folder(tmp_path: Path) -> None:
     drawn(SeedSampler(shade=3), tmp_path, a_plan())
     before = contents(tmp_path / "step-00000001")
     with pytest.raises(ValueError, match="the sampler broke"):
@@ -201,7 +201,7 @@ def test_a_sampler_that_fails_leaves_what_was_there_and_nothing_else(tmp_path: P
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_what_a_kill_left_is_finished_off_by_the_next_samples(tmp_path: Path) -> None:
+def test_the_next_samples_clean_up_after_a_kill(tmp_path: Path) -> None:
     drawn(SeedSampler(shade=3), tmp_path, a_plan())
     before = contents(tmp_path / "step-00000001")
     (tmp_path / "step-00000001").rename(tmp_path / ".replaced-step-00000001")  # killed between the two renames
@@ -219,7 +219,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(tmp_path: Pat
         drawn(SeedSampler(), tmp_path / "samples", a_plan())
 
 
-def test_a_disk_that_is_full_is_an_error_with_the_files_name_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_with_the_file_name_and_leaves_nothing(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
@@ -231,15 +231,15 @@ def test_a_disk_that_is_full_is_an_error_with_the_files_name_and_leaves_nothing(
 
 
 def test_weights_are_put_back_when_a_sampler_fails(tmp_path: Path) -> None:
-    said = []
+    calls = []
 
     @contextmanager
     def lent():  # type: ignore[no-untyped-def]
-        said.append("lent")
+        calls.append("lent")
         try:
             yield
         finally:
-            said.append("back")
+            calls.append("back")
 
     with pytest.raises(ValueError):
         make_samples(
@@ -251,10 +251,10 @@ def test_weights_are_put_back_when_a_sampler_fails(tmp_path: Path) -> None:
             folder=tmp_path,
             weights=EvaluationWeights("EMA", lent),
         )
-    assert said == ["lent", "back"]
+    assert calls == ["lent", "back"]
 
 
-def test_a_model_that_starts_from_a_picture_gets_one(tiny_wan_image_to_video: ModelSource, tmp_path: Path) -> None:
+def test_a_model_that_starts_from_an_image_gets_one(tiny_wan_image_to_video: ModelSource, tmp_path: Path) -> None:
     wan = load_family("wan2.2")
     model = wan.read_model(tiny_wan_image_to_video)
     sampler = wan.build_sampler(model, {}, CPU, torch.float32)

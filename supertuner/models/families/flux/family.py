@@ -100,6 +100,7 @@ _OTHER_LINEAR: Final = ("x_embedder", "context_embedder", "linear_1", "linear_2"
 
 FAMILY: Final = ImageFamily(
     name=NAME,
+    modelspec_architecture="flux-1",
     read_model=read_model,
     build_text_encoder=build_text_encoder,
     denoise=denoise,

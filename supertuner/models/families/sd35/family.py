@@ -111,6 +111,7 @@ _OTHER_LINEAR: Final = ("context_embedder", "linear_1", "linear_2", "linear", "p
 
 FAMILY: Final = ImageFamily(
     name=NAME,
+    modelspec_architecture="stable-diffusion-3.5",
     read_model=read_model,
     build_text_encoder=build_text_encoder,
     unsupported_reason=unsupported_reason,

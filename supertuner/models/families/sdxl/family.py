@@ -167,6 +167,7 @@ _CONVOLUTIONS: Final = ("conv_in", "conv1", "conv2", "conv_shortcut", "conv", "c
 
 FAMILY: Final = ImageFamily(
     name=NAME,
+    modelspec_architecture="stable-diffusion-xl-v1-base",
     prediction="epsilon",
     read_model=read_model,
     build_text_encoder=build_text_encoder,

@@ -1,4 +1,4 @@
-"""Grids and films: everything in its place, for one sample and for thousands, and the same bytes each time."""
+"""Grids as images and videos: every sample in its cell, for one and for thousands, and the same bytes each time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_no_grid_is_too_large_to_be_opened_and_no_cell_is_lost(
     assert layout.size[0] % 2 == 0 and layout.size[1] % 2 == 0
 
 
-def test_small_samples_are_enlarged_by_whole_factors_and_large_ones_made_smaller() -> None:
+def test_small_samples_are_enlarged_by_whole_factors_and_large_ones_scaled_down() -> None:
     small = plan_grid(1, 1, 32, 32, 1, IMAGE_BOUNDS)
     assert (small.cell_width, small.cell_height) == (256, 256)
     large = plan_grid(2, 4, 1280, 720, 1, IMAGE_BOUNDS)
@@ -72,7 +72,7 @@ def test_small_samples_are_enlarged_by_whole_factors_and_large_ones_made_smaller
     )
 
 
-def test_a_film_shows_all_clips_together_and_waits_for_the_longest() -> None:
+def test_the_video_plays_all_clips_together_until_the_longest_ends() -> None:
     labels = GridLabels("run", "note", ["a"], [0, 1])
     film = VideoGrid(labels, 48, 32)
     film.add_clip(0, 0, [flat(RED)])
@@ -84,7 +84,7 @@ def test_a_film_shows_all_clips_together_and_waits_for_the_longest() -> None:
     assert [tuple(frame[right[1], right[0]]) for frame in frames] == [RED, GREEN, GREEN]
 
 
-def test_the_first_middle_and_last_frame_stand_for_a_clip() -> None:
+def test_a_clip_is_represented_by_its_first_middle_and_last_frame() -> None:
     clip = np.arange(9, dtype=np.uint8).reshape(9, 1, 1, 1).repeat(3, axis=3)
     for length, shown in ((9, [0, 4, 8]), (2, [0, 1]), (1, [0])):
         assert [int(frame.max()) for frame in first_middle_last(clip[:length])] == shown
@@ -100,7 +100,7 @@ def moving(frames: int, height: int, width: int) -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize(("height", "width"), [(48, 64), (33, 63), (1, 1)])
-def test_a_film_is_h264_with_every_frame_in_its_colours_at_its_rate(height: int, width: int) -> None:
+def test_a_video_is_h264_with_every_frame_in_its_colours_at_its_rate(height: int, width: int) -> None:
     clip = moving(9, height, width)
     film = mp4_bytes(iter(clip), 16.0)
     with av.open(io.BytesIO(film)) as container:
@@ -111,7 +111,7 @@ def test_a_film_is_h264_with_every_frame_in_its_colours_at_its_rate(height: int,
     assert np.abs(seen.astype(int) - clip)[:, -4:].mean() < 4
 
 
-def test_the_same_frames_are_the_same_bytes() -> None:
+def test_equal_frames_give_equal_bytes() -> None:
     clip = moving(9, 48, 64)
     assert mp4_bytes(iter(clip), 23.976) == mp4_bytes(iter(clip), 23.976)
     assert b"creation_time" not in mp4_bytes(iter(clip), 16) and select_encoder() == "libx264"
@@ -135,7 +135,7 @@ def test_accents_are_dropped_and_letters_without_a_shape_are_boxes() -> None:
     assert drawable_text("漢字") == "□□" and drawable_text("e\u0301") == "e" and drawable_text("a\u200bb") == "ab"
 
 
-def test_the_font_has_the_signs_that_are_kept() -> None:
+def test_the_font_has_the_characters_that_are_kept() -> None:
     from supertuner.sinks.drawing import FONT_CHARACTERS
 
     box = bytes(load_font(40).getmask("漢"))
@@ -144,9 +144,9 @@ def test_the_font_has_the_signs_that_are_kept() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 2])
-def test_a_film_of_small_frames_is_the_same_bytes_whatever_lies_in_memory(seed: int) -> None:
-    """x264 looks ahead over the edge of pictures that are smaller than its blocks, unless it is told not to: of these
-    frames, chosen for it, one film in twenty was another one."""
+def test_a_video_of_small_frames_does_not_depend_on_uninitialised_memory(seed: int) -> None:
+    """x264's lookahead reads over the edge of images that are smaller than its blocks, unless it is switched off: of
+    these frames, chosen for that, one video in twenty differed."""
     chance = np.random.default_rng(seed)
     chance.normal(size=5 * 32 * 32 * 3)
     colours = ((118, 138, 132), (110, 170, 150), (120, 180, 150), (160, 170, 120), (180, 150, 130))

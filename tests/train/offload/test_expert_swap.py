@@ -1,4 +1,4 @@
-"""Two experts that take turns on the device: whoever is called is there and true, whatever was lent to it before."""
+"""Two experts that are swapped: the one that is called is on the device with the right weights, also with averages."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def pair(case: OffloadCase) -> list[ExpertState]:
     return [case.expert_state(name) for name in NAMES]
 
 
-def course(case: OffloadCase, trainees: list[ExpertState]) -> tuple[list[WindowResult], list[torch.Tensor]]:
-    """Windows of both, and after each a look at both, with the averages lent to them."""
+def course(case: OffloadCase, expert_states: list[ExpertState]) -> tuple[list[WindowResult], list[torch.Tensor]]:
+    """Windows of both experts, and after each an evaluation of both, with their averages."""
     results, looks = [], []
     for number, which in enumerate(COURSE):
-        results.append(window(trainees[which], case.step_options(), number))
-        for one in trainees:
+        results.append(window(expert_states[which], case.step_options(), number))
+        for one in expert_states:
             with averaged(one):
                 looks.append(held_out_losses(one, [batch([50])], case.step_options()))
             looks.append(held_out_losses(one, [batch([51])], case.step_options()))
@@ -45,10 +45,10 @@ def course(case: OffloadCase, trainees: list[ExpertState]) -> tuple[list[WindowR
 
 
 @contextmanager
-def averaged(trainee: ExpertState) -> Iterator[None]:
-    assert trainee.ema is not None
+def averaged(expert_state: ExpertState) -> Iterator[None]:
+    assert expert_state.ema is not None
     with temporary_weights(
-        TrainableExpert("x", "lora", trainee.module, trainee.parameters), dict(trainee.ema.averages)
+        TrainableExpert("x", "lora", expert_state.module, expert_state.parameters), dict(expert_state.ema.averages)
     ):
         yield
 
@@ -66,45 +66,45 @@ def averaged(trainee: ExpertState) -> Iterator[None]:
     ],
     ids=str,
 )
-def test_experts_in_turn_train_as_experts_side_by_side(
+def test_swapped_experts_train_as_resident_ones_under_plans(
     case: OffloadCase, streamed: bool, stepping: OptimizerPlacement
 ) -> None:
-    alone, guests = pair(case), pair(case)
+    alone, swapped = pair(case), pair(case)
     weights = WeightPlacement.STREAMED if streamed else WeightPlacement.GPU
-    actings = [
+    offloaded_experts = [
         apply_plan_synchronously(
             one, a_plan(one.module, weights, ActivationPolicy.SEND, stepping=stepping, idle_at_home=True)
         )
-        for one in guests
+        for one in swapped
     ]
     turns = ExpertSwap()
-    for name, acting in zip(NAMES, actings, strict=True):
-        turns.add(name, PlannedSwappableExpert(acting))
+    for name, offloaded in zip(NAMES, offloaded_experts, strict=True):
+        turns.add(name, PlannedSwappableExpert(offloaded))
     wanted, seen = course(case, alone)
-    results, looks = course(case, guests)
+    results, looks = course(case, swapped)
     assert results == wanted
     assert all(map(torch.equal, looks, seen))
     assert turns.swap_count > len(COURSE)
-    for one, other in zip(guests, alone, strict=True):
+    for one, other in zip(swapped, alone, strict=True):
         assert_same(outcome(one), outcome(other))
-    for name, acting, other in zip(NAMES, actings, alone, strict=True):
+    for name, offloaded, other in zip(NAMES, offloaded_experts, alone, strict=True):
         turns.remove(name)
-        acting.restore_to_device()
-        assert_same(outcome(acting.expert_state), outcome(other))
+        offloaded.restore_to_device()
+        assert_same(outcome(offloaded.expert_state), outcome(other))
 
 
-def test_an_expert_at_home_has_no_bytes_of_its_own_on_the_device() -> None:
-    """Its frozen weights at home are the same bytes each time: nothing is copied back."""
-    guest = PlannedSwappableExpert(
+def test_an_expert_in_host_memory_has_no_bytes_on_the_device() -> None:
+    """Its frozen weights in host memory are the same bytes each time: nothing is copied back."""
+    swappable = PlannedSwappableExpert(
         apply_plan_synchronously(
             OffloadCase().expert_state(), a_plan(OffloadCase().expert_state().module, idle_at_home=True)
         )
     )
-    homes = {name: p.data_ptr() for name, p in guest.offloaded.expert_state.module.named_parameters()}
-    guest.move_to_device()
-    there = {name: p.data_ptr() for name, p in guest.offloaded.expert_state.module.named_parameters()}
+    homes = {name: p.data_ptr() for name, p in swappable.offloaded.expert_state.module.named_parameters()}
+    swappable.move_to_device()
+    there = {name: p.data_ptr() for name, p in swappable.offloaded.expert_state.module.named_parameters()}
     assert all(there[name] != home for name, home in homes.items())
-    sent = guest.offloaded.transfer.counters.sent_bytes
-    guest.move_to_host(trained=False)
-    assert {name: p.data_ptr() for name, p in guest.offloaded.expert_state.module.named_parameters()} == homes
-    assert guest.offloaded.transfer.counters.sent_bytes == sent
+    sent = swappable.offloaded.transfer.counters.sent_bytes
+    swappable.move_to_host(trained=False)
+    assert {name: p.data_ptr() for name, p in swappable.offloaded.expert_state.module.named_parameters()} == homes
+    assert swappable.offloaded.transfer.counters.sent_bytes == sent

@@ -1,4 +1,4 @@
-"""`checkpoint verify` opens what it checks: adapters are loaded and their keys counted."""
+"""`supertuner checkpoint verify` loads the adapters of a checkpoint and checks their keys and values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def verify(folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "summary"),
     [
         (AdapterSettings(rank=2), "32 of 32 keys matched, 16 layers of wan2.2"),
         (AdapterSettings(rank=2, dora=True), "48 of 48 keys matched"),
@@ -37,16 +37,16 @@ def verify(folder: Path) -> tuple[int, str]:
     ],
     ids=["lora", "dora", "lokr", "loha", "full"],
 )
-def test_every_kind_of_adapter_is_loaded_and_counted(settings: AdapterSettings, said: str, tmp_path: Path) -> None:
+def test_every_kind_of_adapter_is_loaded_and_counted(settings: AdapterSettings, summary: str, tmp_path: Path) -> None:
     targets = ("to_q", "to_k", "to_v", "to_out.0")
     trained = attach(wan(), settings, targets, seed=1, name="low_noise")
-    made = saved(tmp_path, adapter__low_noise=trainable_state(trained), random={"x": torch.zeros(1)})
-    code, output = verify(made)
+    checkpoint = saved(tmp_path, adapter__low_noise=trainable_state(trained), random={"x": torch.zeros(1)})
+    code, output = verify(checkpoint)
     assert code == 0 and "intact, step 4" in output
-    assert "adapter.low_noise: " in output and said in output
+    assert "adapter.low_noise: " in output and summary in output
 
 
-def test_keys_that_belong_to_no_layer_and_values_that_are_no_numbers_fail(tmp_path: Path) -> None:
+def test_unknown_keys_and_non_finite_values_fail(tmp_path: Path) -> None:
     good = {
         "blocks.0.attn1.to_q.lora_A.weight": random_tensor(2, 4),
         "blocks.0.attn1.to_q.lora_B.weight": random_tensor(4, 2),

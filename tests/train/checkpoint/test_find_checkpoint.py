@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: its own newest, the one that was named, or that of the run it began from."""
+"""Which checkpoint a run resumes from: its own newest, a named one, or that of the run that it began from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.train.checkpoints import parts_at, save_parts, state_at
 
 
 class RecordingSink:
-    """A sink that remembers."""
+    """A sink that records events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -35,26 +35,26 @@ def chosen(run: Path, resume: str, heard: RecordingSink | None = None) -> Path |
     return None if found is None else found.path
 
 
-def test_latest_is_the_newest_of_its_own_and_nothing_for_a_new_run(tmp_path: Path) -> None:
+def test_latest_is_the_newest_checkpoint_of_the_run_and_none_for_a_new_run(tmp_path: Path) -> None:
     assert chosen(tmp_path / "a", "latest") is None
     put(tmp_path / "a", 20, 40)
     assert chosen(tmp_path / "a", "latest") == tmp_path / "a" / CHECKPOINTS_DIR / "step-00000040"
 
 
-def test_never_wants_a_new_run(tmp_path: Path) -> None:
+def test_never_requires_a_new_run(tmp_path: Path) -> None:
     assert chosen(tmp_path / "a", "never") is None
     put(tmp_path / "a", 20)
     with pytest.raises(CheckpointError, match="never"):
         chosen(tmp_path / "a", "never")
 
 
-def test_one_of_its_own_is_taken_when_it_is_named(tmp_path: Path) -> None:
+def test_a_named_checkpoint_of_the_run_is_used(tmp_path: Path) -> None:
     put(tmp_path / "a", 20, 40)
     wanted = tmp_path / "a" / CHECKPOINTS_DIR / "step-00000020"
     assert chosen(tmp_path / "a", str(wanted)) == wanted
 
 
-def test_a_run_that_began_from_another_goes_on_from_its_own_once_it_has_some(tmp_path: Path) -> None:
+def test_a_run_that_began_from_another_resumes_from_its_own_checkpoints(tmp_path: Path) -> None:
     put(tmp_path / "other", 40)
     origin, heard = tmp_path / "other" / CHECKPOINTS_DIR / "step-00000040", RecordingSink()
     assert chosen(tmp_path / "a", str(origin), heard) == origin and heard.events == []
@@ -64,20 +64,20 @@ def test_a_run_that_began_from_another_goes_on_from_its_own_once_it_has_some(tmp
     assert isinstance(decided, DecisionEvent) and str(origin) in decided.reason
 
 
-def test_a_named_one_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_named_checkpoint_that_is_missing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a checkpoint's folder"):
         chosen(tmp_path / "a", str(tmp_path / "nothing"))
 
 
-def test_a_name_that_is_no_checkpoint_is_an_error_for_a_run_with_its_own_too(tmp_path: Path) -> None:
-    """A typo must not be taken for "latest": whoever names a step wants that step."""
+def test_a_wrong_name_is_an_error_even_for_a_run_with_checkpoints(tmp_path: Path) -> None:
+    """A typo must not mean "latest": a user who names a step wants that step."""
     put(tmp_path / "a", 20, 40)
     for typo in ("Latest", "20", str(tmp_path / "nothing")):
         with pytest.raises(CheckpointError, match="is not a checkpoint's folder"):
             chosen(tmp_path / "a", typo)
 
 
-def test_a_run_none_of_whose_checkpoints_is_whole_does_not_begin_anew_by_itself(tmp_path: Path) -> None:
+def test_a_run_with_only_damaged_checkpoints_does_not_restart_silently(tmp_path: Path) -> None:
     put(tmp_path / "a", 20, 40)
     for step in ("step-00000020", "step-00000040"):
         (tmp_path / "a" / CHECKPOINTS_DIR / step / "state.json").write_text("{}")

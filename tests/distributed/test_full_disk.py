@@ -1,4 +1,4 @@
-"""A home or a disk that is full: what did not fit is what every process says, and not what failed because of it."""
+"""A full arena folder or disk: every rank reports what did not fit, and not the errors that follow from it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["small"]
 
 
 def fill(place: Path) -> None:
-    """Somebody else takes all that is free."""
+    """Take all free space."""
     room = os.statvfs(place)
     (place / ".filler").write_bytes(b"x" * (room.f_bavail * room.f_frsize))
 
 
 def building(place: LauncherEnvironment, home: Path, barrier: Path) -> None:
-    """The first process of a node finds the home full while the others wait for it."""
+    """Rank 0 of a node finds the arena folder full while the others wait for it."""
     gathered = partial(until_all, barrier, "met", place.rank, place.world_size)
     with join_node_peers(ArenaHome(home), "test", place.rank, place.world_size, gathered) as peers:
         if not peers.is_first:
@@ -36,7 +36,7 @@ def building(place: LauncherEnvironment, home: Path, barrier: Path) -> None:
             pass
 
 
-def test_what_does_not_fit_into_a_full_home_is_what_all_end_with(tmp_path: Path, small: Path) -> None:
+def test_all_ranks_end_with_the_error_of_the_full_arena_folder(tmp_path: Path, small: Path) -> None:
     with launched_ranks(3, building, small, tmp_path / "barrier") as ranks:
         first, *others = [(one.error or "").splitlines()[-1] for one in ranks.ended()]
     assert first.startswith("supertuner.core.errors.ArenaFullError: ")
@@ -46,7 +46,7 @@ def test_what_does_not_fit_into_a_full_home_is_what_all_end_with(tmp_path: Path,
     assert not list(small.glob(".peers-*"))
 
 
-def test_a_home_that_is_full_from_the_beginning_is_named_by_all(tmp_path: Path, small: Path) -> None:
+def test_all_ranks_name_an_arena_folder_that_is_full_from_the_start(tmp_path: Path, small: Path) -> None:
     (small / HOME_MARKER).touch()
     fill(small)
     path = a_run(tmp_path, "run", 2, arena={"home": str(small)})

@@ -1,4 +1,4 @@
-"""Sums over processes travel in pieces: each tensor gets its own back, whatever shares a piece with it."""
+"""Gradients are summed in buckets: each tensor becomes its own sum, whatever shares its bucket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = [(3,), (), (2, 5), (40, 3), (0,), (7,), (100,), (1,)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.sampled_from([torch.float32, torch.float64]))))
-def test_pieces_have_every_tensor_once_in_order_and_room_for_what_is_in_them(kinds: list[tuple[int, Any]]) -> None:
+def test_buckets_contain_every_tensor_once_in_order_and_are_not_too_large(kinds: list[tuple[int, Any]]) -> None:
     given_ = [torch.zeros(size, dtype=dtype) for size, dtype in kinds]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sums, "PIECE_BYTES", 128)
@@ -43,8 +43,8 @@ def test_every_tensor_becomes_its_own_sum() -> None:
 
 
 @pytest.mark.parametrize("way", ["_add_at_once", "_add_where_agreed"])
-def test_a_parameter_that_somebody_used_has_its_gradient_everywhere_and_one_that_nobody_used_has_none(way: str) -> None:
-    """Both ways to find out: with the gradients, and (as where a device computes) before them."""
+def test_a_parameter_used_on_any_rank_has_its_gradient_on_all_and_an_unused_one_has_none(way: str) -> None:
+    """Both ways to agree on gradients: together with them, and, as on a GPU, before them."""
     found = run_ranks(2, _partly_used, way)
     assert found[0] == found[1] == {"loss": 3.0, "both": 3.0, "first": 1.0, "second": 2.0, "nobody": None}
 
@@ -60,7 +60,7 @@ def _partly_used(group: TorchProcessGroup, way: str) -> dict[str, float | None]:
 
 
 def _summed(group: TorchProcessGroup) -> list[tuple[list[int], str, bool]]:
-    """Pieces of 64 bytes: more of them than may be under way; one that is large is a view that is not contiguous."""
+    """Buckets of 64 bytes: more than may be in flight; a large tensor is a view that is not contiguous."""
     sums.BUCKET_BYTES, sums.LARGE_BYTES = 64, 200
     tensors = [
         torch.full(shape, float(number + 1), dtype=dtype) * 10**group.rank

@@ -1,4 +1,4 @@
-"""A process that is gone, stopped or hanging ends the job, and is named with what it did; one that works does not."""
+"""A rank that is gone, stopped or hanging ends the job, and is named with its activity; one that works does not."""
 
 from __future__ import annotations
 
@@ -36,68 +36,68 @@ def _words(*seen: ObservedRank) -> str:
     return verdict.text
 
 
-def test_processes_that_come_on_are_left_alone():
+def test_ranks_that_make_progress_cause_no_verdict():
     assert diagnose([_seen(_report(0)), _seen(_report(1, idle_s=9.9), 9.9)], 10.0) is None
 
 
-def test_one_that_waits_is_not_to_blame_while_another_works():
+def test_a_waiting_rank_is_not_at_fault_while_another_works():
     """Rank 0 may validate for an hour."""
     assert diagnose([_seen(_report(0)), _seen(_report(1, idle_s=3600, waits=True))], 10.0) is None
 
 
-def test_one_that_waited_long_for_another_is_not_to_blame_when_that_one_is_done():
-    """What it said last is older than the end of its wait."""
+def test_a_rank_that_waited_long_is_not_at_fault_when_the_other_has_finished():
+    """Its last report is older than the end of its wait."""
     waiting = _seen(_report(0, idle_s=3600, waits=True))
     assert diagnose([waiting, _seen(_report(1, left=True, idle_s=1))], 10.0) is None
     assert "waits for the others" in _words(waiting, _seen(_report(1, left=True, idle_s=11)))
 
 
-def test_one_that_is_gone_is_named_at_once():
+def test_a_rank_that_is_gone_is_named_at_once():
     assert _words(_seen(_report(0)), _seen(_report(1, where="a.py:3, f"), state=ProcessState.GONE)) == (
         "rank 1 (node, pid 101) is gone: it was killed while training after step 5 at a.py:3, f"
     )
 
 
-def test_one_that_is_done_may_go():
+def test_a_finished_rank_may_exit():
     assert diagnose([_seen(_report(0)), _seen(_report(1, left=True), 99.0, ProcessState.GONE)], 10.0) is None
 
 
-def test_one_that_never_came_is_named():
-    assert "rank 1 has not come" in _words(_seen(_report(0)), ObservedRank(1, None, 10.0, ProcessState.ON_ANOTHER_NODE))
+def test_a_rank_that_never_joined_is_named():
+    assert "rank 1 did not join" in _words(_seen(_report(0)), ObservedRank(1, None, 10.0, ProcessState.ON_ANOTHER_NODE))
 
 
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        (ProcessState.STOPPED, "is stopped (SIGSTOP, or a debugger): nothing was heard from it for 11 s"),
+        (ProcessState.STOPPED, "is stopped (SIGSTOP, or a debugger): no report for 11 s"),
         (ProcessState.ALIVE, "hangs outside of Python"),
-        (ProcessState.ON_ANOTHER_NODE, "is gone, stopped, or cut off with its node"),
+        (ProcessState.ON_ANOTHER_NODE, "is gone, stopped, or its node is cut off"),
     ],
 )
-def test_one_that_is_silent_is_named_with_what_is_known_of_it(state, words):
+def test_a_silent_rank_is_named_with_the_state_of_its_process(state, words):
     assert words in _words(_seen(_report(0)), _seen(_report(1), 11.0, state))
 
 
-def test_of_those_that_do_not_come_on_the_one_that_does_not_wait_hangs():
+def test_of_idle_ranks_the_one_that_does_not_wait_hangs():
     waiting = _seen(_report(0, idle_s=20, waits=True))
     assert _words(waiting, _seen(_report(1, idle_s=12, doing="painting"))) == (
         "rank 1 (node, pid 101) hangs: no sign of life for 12 s, while painting after step 5"
     )
 
 
-def test_of_those_that_hang_the_furthest_behind_is_to_blame():
-    """The GPU of the others waits for it, which looks the same from outside."""
+def test_of_hanging_ranks_the_one_furthest_behind_is_at_fault():
+    """The GPUs of the others wait for it, which looks the same from outside."""
     ahead = [_seen(_report(rank, idle_s=20, step=6)) for rank in (0, 1)]
     assert "rank 2 (node, pid 102) hangs" in _words(*ahead, _seen(_report(2, idle_s=20, step=5)))
 
 
-def test_processes_that_all_wait_are_named_together():
+def test_ranks_that_all_wait_are_named_together():
     text = _words(*(_seen(_report(rank, idle_s=20, waits=True)) for rank in range(6)))
-    assert text.startswith("6 processes wait for each other: nothing came for 20 s: rank 0 (node, pid 100) while")
+    assert text.startswith("6 processes wait for each other: nothing arrived for 20 s: rank 0 (node, pid 100) while")
     assert text.endswith("rank 3 (node, pid 103) while training after step 5; and 2 more")
 
 
-def test_a_verdict_can_be_passed_on():
+def test_a_verdict_survives_serialisation():
     verdict = WatchdogVerdict(1, 0, "a node", "rank 1 is gone — «quoted»")
     assert WatchdogVerdict.from_bytes(verdict.to_text().encode()) == verdict
 
@@ -110,42 +110,42 @@ def _ended(
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_who_was_killed_is_named_by_one_of_the_others(tmp_path, count):
+def test_a_killed_rank_is_named_by_one_of_the_others(tmp_path, count):
     ranks, (first, guilty, *others) = _ended("killed", tmp_path, count)
     assert guilty.exitcode == -9
     assert first.error is not None
     who = f"PeerError: rank 1 ({os.uname().nodename}, pid {ranks.pids[1]}) is gone: it was killed while "
     assert who in first.error
     assert "the next start goes on from the last checkpoint" in first.error
-    assert all("SystemExit: 1" in (other.error or "") for other in others), "one of a node speaks"
+    assert all("SystemExit: 1" in (other.error or "") for other in others), "one rank of a node prints the message"
 
 
-def test_one_that_ends_without_a_word_is_gone(tmp_path):
+def test_a_rank_that_exits_early_is_gone(tmp_path):
     _, (first, _) = _ended("leaving", tmp_path)
     assert "is gone" in (first.error or "")
 
 
-def test_an_error_of_one_is_told_by_the_others(tmp_path):
+def test_the_other_ranks_report_the_error_of_one(tmp_path):
     _, (first, guilty) = _ended("failing", tmp_path)
     assert "StageError: the disk is full; free some" in (guilty.error or "")
     assert "failed: the disk is full; free some; rank 0 ends with it" in (first.error or "")
 
 
-def test_what_fails_for_all_is_not_said_by_all(tmp_path):
+def test_a_failure_of_all_ranks_is_not_printed_by_all(tmp_path):
     _, outcomes = _ended("failing together", tmp_path, count=3)
     last = [(outcome.error or "").splitlines()[-1] for outcome in outcomes]
     assert any("StageError: the disk is full; free some" in words for words in last)
-    assert any(words == "SystemExit: 1" for words in last), "it was said already"
+    assert any(words == "SystemExit: 1" for words in last), "another rank printed it"
     assert not any(outcome.ended_well for outcome in outcomes)
 
 
-def test_one_that_is_stopped_is_named_and_ended(tmp_path):
+def test_a_stopped_rank_is_named_and_killed(tmp_path):
     _, (first, guilty) = _ended("stopped", tmp_path, timeout_s=SHORT_S)
     assert "is stopped (SIGSTOP, or a debugger)" in (rank_log(tmp_path, 0) + (first.error or ""))
     assert guilty.exitcode == -9
 
 
-def test_one_that_hangs_says_where_and_all_end(tmp_path):
+def test_a_hanging_rank_reports_where_it_is_and_all_ranks_end(tmp_path):
     _, outcomes = _ended("hanging", tmp_path, timeout_s=SHORT_S)
     assert [outcome.ended_well for outcome in outcomes] == [False, False]
     words = rank_log(tmp_path, 1)
@@ -153,27 +153,27 @@ def test_one_that_hangs_says_where_and_all_end(tmp_path):
     assert "while painting" in words
 
 
-def test_processes_out_of_step_do_not_wait_for_ever(tmp_path):
+def test_ranks_in_different_collectives_do_not_wait_for_ever(tmp_path):
     _, outcomes = _ended("out of step", tmp_path, timeout_s=SHORT_S)
     assert not any(outcome.ended_well for outcome in outcomes)
 
 
-def test_one_that_is_ended_by_a_signal_is_named(tmp_path):
+def test_a_rank_ended_by_a_signal_is_named(tmp_path):
     _, (first, _) = _ended("terminated", tmp_path)
     assert "was ended by SIGTERM" in (first.error or "")
 
 
-def test_a_signal_that_comes_after_an_error_does_not_take_its_place(tmp_path):
+def test_a_signal_after_an_error_does_not_replace_the_error(tmp_path):
     _, (_, guilty) = _ended("terminated late", tmp_path)
     assert (guilty.error or "").splitlines()[-1].endswith("PeerError: process 0 of this node is gone")
 
 
-def _idle_after(deed: Callable[[], None], *, in_pass: bool = False) -> float:
-    pulse = Heartbeat()
-    pulse.mark(in_window=in_pass)
-    life = LivenessMonitor(pulse, chunk_s=0.05)
+def _idle_after(action: Callable[[], None], *, in_pass: bool = False) -> float:
+    heartbeat = Heartbeat()
+    heartbeat.mark(in_window=in_pass)
+    life = LivenessMonitor(heartbeat, chunk_s=0.05)
     life.beat()
-    worker = threading.Thread(target=deed)  # what the watch takes itself is left out
+    worker = threading.Thread(target=action)  # the watchdog's own CPU time is left out
     worker.start()
     worker.join()
     life.beat()
@@ -191,19 +191,19 @@ def _download() -> None:
     Path("/dev/null").write_bytes(bytes(1 << 20))
 
 
-def test_one_that_works_in_silence_does_not_hang():
-    """A compiler, a download: nothing is told for long, and something is done."""
+def test_a_rank_that_works_silently_does_not_hang():
+    """A compiler, a download: no events for long, but the machine is used."""
     assert _idle_after(_work) == 0
     assert _idle_after(_download) == 0
     assert _idle_after(lambda: time.sleep(0.2)) >= 0.2
 
 
-def test_in_the_passes_of_a_window_work_is_no_sign_of_life():
-    """Each micro-batch is one; a loop that never ends works as well."""
+def test_inside_a_window_the_use_of_the_cpu_is_no_sign_of_life():
+    """Each micro-batch is one; an endless loop uses the CPU as well."""
     assert _idle_after(_work, in_pass=True) >= 0.3
 
 
-def test_all_leave_together_when_nothing_is_wrong(tmp_path):
+def test_all_ranks_leave_together_when_nothing_is_wrong(tmp_path):
     _, outcomes = _ended("nothing", tmp_path, count=3)
     assert [outcome.value for outcome in outcomes] == [2, 2, 2]
     assert not any(rank_log(tmp_path, rank) for rank in range(3))

@@ -1,4 +1,4 @@
-"""The loss log of a run that was killed and resumed is, bit for bit, the one of a run that was not."""
+"""The loss log of a run that was killed and resumed equals, bit for bit, that of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def run(path: Path, first: int, last: int) -> None:
             log.append(record(step))
 
 
-def test_what_is_logged_is_read_back(tmp_path: Path) -> None:
+def test_logged_records_are_read_back(tmp_path: Path) -> None:
     run(tmp_path / "losses.jsonl", 1, 12)
     assert read_losses(tmp_path / "losses.jsonl") == [record(step) for step in range(1, 13)]
     assert read_losses(tmp_path / "nothing") == []
 
 
 @given(floats, floats, st.none() | floats)
-def test_numbers_come_back_to_the_last_bit(loss: float, rate: float, grad_norm: float | None) -> None:
+def test_numbers_are_read_back_to_the_last_bit(loss: float, rate: float, grad_norm: float | None) -> None:
     line = encode_step(StepRecord(1, 4, 4, "model", loss, grad_norm, rate))
     fields = json.loads(line)
     assert (fields["loss"], fields["rate"], fields["grad_norm"]) == (loss, rate, grad_norm)
     assert math.copysign(1, fields["loss"]) == math.copysign(1, loss) and "not_finite" not in fields
 
 
-def test_what_is_no_number_is_null_and_named(tmp_path: Path) -> None:
+def test_a_value_that_is_not_finite_is_null_and_named(tmp_path: Path) -> None:
     path = tmp_path / "losses.jsonl"
     with LossLog(path) as log:
         log.append(StepRecord(1, 4, 4, "model", math.nan, math.inf, 1e-4))
@@ -60,7 +60,7 @@ def test_what_is_no_number_is_null_and_named(tmp_path: Path) -> None:
     assert math.isnan(one.loss) and one.grad_norm == math.inf and two.loss == -math.inf and two.grad_norm is None
 
 
-def test_a_log_cut_at_any_checkpoint_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_a_log_truncated_at_any_checkpoint_continues_to_the_same_bytes(tmp_path: Path) -> None:
     whole = tmp_path / "whole.jsonl"
     run(whole, 1, 30)
     for saved in (0, 1, 7, 29, 30):
@@ -81,7 +81,7 @@ def test_a_log_cut_at_any_checkpoint_goes_on_to_the_same_bytes(tmp_path: Path) -
         assert path.read_bytes() == whole.read_bytes()
 
 
-def test_a_resumed_log_says_the_same_positions(tmp_path: Path) -> None:
+def test_a_resumed_log_reports_the_same_positions(tmp_path: Path) -> None:
     with LossLog(tmp_path / "a") as log:
         log.append(record(1))
         early = log.position()
@@ -93,7 +93,7 @@ def test_a_resumed_log_says_the_same_positions(tmp_path: Path) -> None:
         assert log.position() == late and late.nbytes == (tmp_path / "a").stat().st_size
 
 
-def test_a_log_that_is_shorter_than_the_checkpoint_saw_is_refused(tmp_path: Path) -> None:
+def test_a_log_shorter_than_at_the_checkpoint_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "losses.jsonl"
     with LossLog(path) as log:
         log.append(record(1))
@@ -101,13 +101,15 @@ def test_a_log_that_is_shorter_than_the_checkpoint_saw_is_refused(tmp_path: Path
     os.truncate(path, position.nbytes - 1)
     with (
         LossLog(path) as log,
-        pytest.raises(CheckpointError, match=r"losses\.jsonl: it has \d+ bytes, and the checkpoint was saved at \d+; put"),
+        pytest.raises(
+            CheckpointError, match=r"losses\.jsonl: it has \d+ bytes, and the checkpoint was saved at \d+; put"
+        ),
     ):
         log.truncate(*position)
     assert path.stat().st_size == position.nbytes - 1, "and left as it is"
 
 
-def test_a_log_with_another_past_is_refused(tmp_path: Path) -> None:
+def test_a_log_with_changed_lines_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "losses.jsonl"
     with LossLog(path) as log:
         log.append(record(1))
@@ -124,7 +126,7 @@ def test_a_log_with_another_past_is_refused(tmp_path: Path) -> None:
     assert path.read_bytes() == content
 
 
-def test_lines_of_before_must_be_cut_before_new_ones_come(tmp_path: Path) -> None:
+def test_a_log_with_old_lines_must_be_truncated_before_appending(tmp_path: Path) -> None:
     run(tmp_path / "a", 1, 3)
     with LossLog(tmp_path / "a") as log:
         with pytest.raises(AssertionError, match="truncate it"):

@@ -1,4 +1,4 @@
-"""Processes meet before anything begins, and who does not come is named."""
+"""Ranks meet before anything begins, and ranks that do not join are named."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def _meet_only_some(place: LauncherEnvironment, come: int, timeout_s: float) -> 
     return "met"
 
 
-def test_who_does_not_come_is_named() -> None:
-    said = run_launched(4, _meet_only_some, 2, 5.0)
+def test_ranks_that_do_not_join_are_named() -> None:
+    messages = run_launched(4, _meet_only_some, 2, 5.0)
     for rank in (0, 1):
-        assert said[rank].startswith(f"rank {rank} of 4 did not meet the others within 5 s")
-        assert "rank 2, 3 did not come" in said[rank]
-        assert "MASTER_ADDR" in said[rank]
+        assert messages[rank].startswith(f"rank {rank} of 4 did not meet the other ranks within 5 s")
+        assert "rank 2, 3 did not join" in messages[rank]
+        assert "MASTER_ADDR" in messages[rank]
 
 
-def test_who_comes_is_met() -> None:
+def test_ranks_that_join_meet() -> None:
     assert run_launched(3, _meet_only_some, 3, 600.0) == ["met"] * 3
 
 
 def _meet_again(place: LauncherEnvironment) -> list[str]:
-    """As two starts of a launcher that keeps its store: the first leaves its words there."""
+    """Two starts of a launcher that keeps its store: the first leaves its keys there."""
     found = []
     for start in ("first", "second"):
         store = open_rendezvous_store(place, timeout_s=600.0)
@@ -44,11 +44,11 @@ def _meet_again(place: LauncherEnvironment) -> list[str]:
     return found
 
 
-def test_a_start_does_not_see_what_the_one_before_it_wrote() -> None:
+def test_a_start_does_not_see_keys_of_an_earlier_start() -> None:
     assert run_launched(2, _meet_again) == [["clean", "clean"]] * 2
 
 
-def test_a_process_that_no_launcher_started_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_the_error_names_the_missing_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(TrainError, match="MASTER_ADDR expected"):

@@ -1,4 +1,4 @@
-"""A run's memory engine on a machine without a GPU: what it cannot do is told, with the reason, and changes nothing."""
+"""A run's memory engine on a machine without a GPU: what it cannot do is reported with the reason, without effect."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class RecordingSink:
 def opened(tmp_path: Path, **blocks: object) -> tuple[RecordingSink, object]:
     file = tmp_path / "run.json"
     file.write_text(json.dumps(blocks))
-    told = RecordingSink()
-    return told, open_memory(load_config(file).config, CPU, RunContext(tmp_path, told, NullSink(), HostFacts()))
+    sink = RecordingSink()
+    return sink, open_memory(load_config(file).config, CPU, RunContext(tmp_path, sink, NullSink(), HostFacts()))
 
 
 def account(**counts: int | str) -> OverflowStats:
-    """The plugin's account with nothing in it but these."""
+    """The plugin's counters: zero except for these."""
     empty: dict[str, int | str] = {field.name: 0 for field in fields(OverflowStats)}
     return OverflowStats(**{**empty, "last_call": "", **counts})  # type: ignore[arg-type]
 
 
 @dataclass
 class PoolsStub:
-    """Pools that have nothing but an account."""
+    """Pools that only have counters."""
 
     overflow_stats: OverflowStats
 
@@ -57,8 +57,8 @@ class PoolsStub:
         return self.overflow_stats
 
 
-def test_hints_are_off_and_the_reason_is_told_once(tmp_path: Path) -> None:
-    told, engine = opened(tmp_path)
+def test_hints_are_off_and_the_reason_is_reported_once(tmp_path: Path) -> None:
+    sink, engine = opened(tmp_path)
     with engine as memory:
         assert isinstance(memory, MemoryEngine)
         assert memory.hints is None and memory.buffers is None and memory.pools is None
@@ -66,21 +66,21 @@ def test_hints_are_off_and_the_reason_is_told_once(tmp_path: Path) -> None:
             "residency hints off: a cache of type unified_memory requests them, but the run computes on cpu"
         ]
         assert not gh200_uvm_enabled(), "the seeds' function says the same"
-    decided = [event for event in told.events if isinstance(event, DecisionEvent)]
+    decided = [event for event in sink.events if isinstance(event, DecisionEvent)]
     assert [(one.what, one.value) for one in decided] == [("residency_hints", False)]
-    assert not any(isinstance(event, WarningEvent) for event in told.events), "nobody asked for them in so many words"
+    assert not any(isinstance(event, WarningEvent) for event in sink.events), "nobody asked for them in so many words"
 
 
-def test_who_asks_for_hints_and_cannot_have_them_is_warned(tmp_path: Path) -> None:
-    told, engine = opened(tmp_path, gh200_optimizations={"enable_uvm_hints": True})
+def test_requested_hints_that_are_unavailable_cause_a_warning(tmp_path: Path) -> None:
+    sink, engine = opened(tmp_path, gh200_optimizations={"enable_uvm_hints": True})
     with engine:
         pass
-    (warned,) = (event for event in told.events if isinstance(event, WarningEvent))
+    (warned,) = (event for event in sink.events if isinstance(event, WarningEvent))
     assert warned.what == "gh200_optimizations.enable_uvm_hints"
     assert warned.message.endswith("but the run computes on cpu")
 
 
-def test_the_override_of_code_stands_above_the_configuration(tmp_path: Path) -> None:
+def test_the_override_in_code_takes_precedence_over_the_configuration(tmp_path: Path) -> None:
     set_uvm_hint_override(False)
     try:
         _, engine = opened(tmp_path, gh200_optimizations={"enable_uvm_hints": True})
@@ -96,7 +96,7 @@ def test_overflow_on_a_cpu_is_refused_with_the_remedy(tmp_path: Path) -> None:
         engine.__enter__()
 
 
-def test_each_refusal_is_told_once_to_whoever_plans(tmp_path: Path) -> None:
+def test_each_refusal_is_reported_once(tmp_path: Path) -> None:
     _, engine = opened(tmp_path)
     with engine as memory:
         assert memory.new_refusal() is None
@@ -108,21 +108,21 @@ def test_each_refusal_is_told_once_to_whoever_plans(tmp_path: Path) -> None:
         assert "2 allocations" in memory.new_refusal()
 
 
-def test_figures_are_taken_every_so_many_steps_and_hold_what_this_machine_has(tmp_path: Path) -> None:
-    told, engine = opened(tmp_path, report={"memory_every_steps": 2})
+def test_telemetry_is_sampled_every_n_steps_with_the_figures_of_this_machine(tmp_path: Path) -> None:
+    sink, engine = opened(tmp_path, report={"memory_every_steps": 2})
     with engine as memory:
         for step in range(1, 3):
-            memory.after_step(step, told)
-    (figures,) = (event.figures for event in told.events if isinstance(event, MeasurementEvent))
+            memory.after_step(step, sink)
+    (figures,) = (event.figures for event in sink.events if isinstance(event, MeasurementEvent))
     assert figures["step"] == 2
     assert not [name for name in figures if name.startswith(("gpu.", "torch.", "uvm", "nvml.", "cupti."))]
-    told, engine = opened(tmp_path, report={"memory_every_steps": 0})
+    sink, engine = opened(tmp_path, report={"memory_every_steps": 0})
     with engine as memory:
-        memory.after_step(10, told)
-    assert not any(isinstance(event, MeasurementEvent) for event in told.events)
+        memory.after_step(10, sink)
+    assert not any(isinstance(event, MeasurementEvent) for event in sink.events)
 
 
-def test_caches_and_batches_are_left_alone_without_hints(tmp_path: Path) -> None:
+def test_without_hints_caches_and_batches_are_unchanged(tmp_path: Path) -> None:
     _, engine = opened(tmp_path)
     with engine as memory:
         memory.keep_in_host(4096, 4096)
@@ -132,7 +132,7 @@ def test_caches_and_batches_are_left_alone_without_hints(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("counts", "said"),
+    ("counts", "remedy"),
     [
         ({"refused_ratio": 2}, "less, or raise memory.overflow.oversubscription_ratio"),
         ({"refused_host": 2}, "less; overflow is on, and the host is at its floor (memory.overflow.host_floor_gb)"),
@@ -143,16 +143,14 @@ def test_caches_and_batches_are_left_alone_without_hints(tmp_path: Path) -> None
         ({}, "less"),
     ],
 )
-def test_where_memory_is_full_in_spite_of_overflow_the_reason_is_told(
-    tmp_path: Path, counts: dict[str, int | str], said: str
-) -> None:
+def test_the_remedy_says_why_overflow_did_not_help(tmp_path: Path, counts: dict[str, int | str], remedy: str) -> None:
     _, engine = opened(tmp_path)
     with engine as memory:
         memory.pools = cast(OverflowPools, PoolsStub(account(**counts)))
-        assert memory.out_of_memory_remedy("less") == said
+        assert memory.out_of_memory_remedy("less") == remedy
 
 
-def test_how_often_spilling_began_reads_well() -> None:
+def test_the_summary_counts_how_often_spilling_began() -> None:
     nothing = account()
     once = account(managed_allocations=3, entered=1, device_peak_bytes=1 << 30, managed_peak_bytes=1 << 31)
     line = "overflow: at most 1.0 GiB of device memory, 2.0 GiB managed; spilling began {}, 0 light and 0 hard"
@@ -162,9 +160,9 @@ def test_how_often_spilling_began_reads_well() -> None:
     assert overflow_summary(once, once) == "overflow: not needed; at most 1.0 GiB of device memory"
 
 
-def test_a_run_keeps_the_decision_and_ends_with_it(parent: TrainingForkServer, tmp_path: Path) -> None:
+def test_a_run_records_the_decision_and_prints_it_at_the_end(parent: TrainingForkServer, tmp_path: Path) -> None:
     file = config(tmp_path, "plain", train={"max_steps": 2}, validation={"at_start": False, "at_end": False})
-    assert parent.train(file) == 0, parent.said()
-    assert "  memory       residency hints off: " in parent.said()
+    assert parent.train(file) == 0, parent.remedy()
+    assert "  memory       residency hints off: " in parent.remedy()
     decisions = json.loads((tmp_path / "plain" / "run" / "decisions.json").read_text())
     assert "residency_hints" in json.dumps(decisions)

@@ -1,4 +1,4 @@
-"""Windows and their batches: a function of positions, the same from wherever the run goes on, never too many ahead."""
+"""Windows and batches: functions of positions, the same from any step on, and never too many made ahead."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BUCKETS = tuple(Bucket(MediaKind.IMAGE, side, side, channels=3) for side in (16,
 
 
 class NumberedSamples:
-    """Latents that say which sample they are of; each bucket has its own shape."""
+    """Latents that contain the number of their sample; each bucket has its own shape."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -89,8 +89,8 @@ def build_loader(
 def all_windows(
     making: BatchCollator, run: TrainingSchedule, batch_size: int, begin: int = 0, ahead: int = 2
 ) -> list[tuple[Any, list[Any]]]:
-    with build_loader(making, run, batch_size, begin, ahead) as feed:
-        return [(window.plan, list(window)) for window in feed]
+    with build_loader(making, run, batch_size, begin, ahead) as loader:
+        return [(window.plan, list(window)) for window in loader]
 
 
 @settings(max_examples=40, deadline=None)
@@ -103,7 +103,7 @@ def all_windows(
     total=st.integers(1, 70),
     data=st.data(),
 )
-def test_a_feed_from_any_step_on_gives_the_same_batches(sizes, batch_size, start, grow, length, total, data):
+def test_a_loader_started_at_any_step_gives_the_same_batches(sizes, batch_size, start, grow, length, total, data):
     making, run = (
         build_collator(sizes, batch_size, NumberedSamples()),
         build_schedule(BatchRamp(start, start + grow, length), total),
@@ -125,12 +125,12 @@ def test_a_feed_from_any_step_on_gives_the_same_batches(sizes, batch_size, start
 
 @settings(max_examples=20, deadline=None)
 @given(sizes=st.tuples(*(st.integers(1, 9),) * 3), cuts=st.tuples(st.integers(1, 7), st.integers(1, 7)))
-def test_noise_and_levels_of_a_sample_do_not_depend_on_the_batch_it_is_in(sizes, cuts):
+def test_noise_and_sigma_of_a_sample_do_not_depend_on_its_batch(sizes, cuts):
     run = build_schedule(BatchRamp(6, 6), sum(sizes) * 2)
     making = build_collator(sizes, 4, NumberedSamples())
     found = [
         {
-            position: (batch.noise[row], batch.levels[row], batch.latents[row])
+            position: (batch.noise[row], batch.sigmas[row], batch.latents[row])
             for _, batches in all_windows(making, run, cut)
             for batch in batches
             for row, position in enumerate(batch.positions)
@@ -142,21 +142,21 @@ def test_noise_and_levels_of_a_sample_do_not_depend_on_the_batch_it_is_in(sizes,
         assert all(torch.equal(a, b) for a, b in zip(tensors, found[1][position], strict=True))
 
 
-def test_levels_belong_to_the_expert_that_is_trained_and_experts_take_turns():
+def test_sigmas_are_in_the_range_of_the_trained_expert_and_experts_alternate():
     making, run = build_collator((9, 9, 9), 4, NumberedSamples()), build_schedule(BatchRamp(5, 5), 100)
     for plan, batches in all_windows(making, run, 4):
-        expert = EXPERTS[plan.expert]
-        assert plan.expert == plan.step // 2 % 2
+        expert = EXPERTS[plan.expert_index]
+        assert plan.expert_index == plan.step // 2 % 2
         for batch in batches:
-            assert ((batch.levels >= expert.low) & (batch.levels < expert.high)).all()
+            assert ((batch.sigmas >= expert.sigma_min) & (batch.sigmas < expert.sigma_max)).all()
 
 
-def test_with_none_ahead_a_batch_is_made_when_it_is_taken_by_whoever_takes_it():
+def test_without_prefetch_a_batch_is_made_by_the_thread_that_takes_it():
     encoded = NumberedSamples()
     making, run = build_collator((40, 1, 1), 1, encoded), build_schedule(BatchRamp(20, 20), 40)
     before = threading.active_count()
-    with build_loader(making, run, 1, ahead=0) as feed:
-        window = iter(next(iter(feed)))
+    with build_loader(making, run, 1, ahead=0) as loader:
+        window = iter(next(iter(loader)))
         assert encoded.made == 1 and threading.active_count() == before
         next(window)
         assert encoded.made == 1, "the one that the window came with"
@@ -174,16 +174,16 @@ def test_with_none_ahead_a_batch_is_made_when_it_is_taken_by_whoever_takes_it():
         ({"loader": {"prefetch_batches": 0}}, "cuda", 0),
     ],
 )
-def test_batches_are_made_ahead_where_that_takes_nothing_from_the_model(blocks, device, ahead, tmp_path):
+def test_batches_are_made_ahead_unless_the_model_needs_the_cpu(blocks, device, ahead, tmp_path):
     config = RunConfig.model_validate({"datasets": [{"instance_data_dir": str(tmp_path)}], **blocks})
     assert batches_ahead(config, torch.device(device))[0] == ahead
 
 
-def test_no_more_batches_are_made_ahead_than_asked_for():
+def test_no_more_batches_are_made_ahead_than_configured():
     encoded = NumberedSamples()
     making, run = build_collator((40, 1, 1), 1, encoded), build_schedule(BatchRamp(20, 20), 200)
-    with build_loader(making, run, 1, ahead=3) as feed:
-        window = iter(next(iter(feed)))
+    with build_loader(making, run, 1, ahead=3) as loader:
+        window = iter(next(iter(loader)))
         next(window)
         deadline = time.monotonic() + 5
         while encoded.made < 4 and time.monotonic() < deadline:
@@ -192,7 +192,7 @@ def test_no_more_batches_are_made_ahead_than_asked_for():
         assert encoded.made == 4, "the one that was taken, and three ahead"
 
 
-def test_an_error_is_raised_where_its_batch_is_asked_for():
+def test_an_error_is_raised_when_its_batch_is_taken():
     class Broken(NumberedSamples):
         def latents(self, micro: MicroBatch) -> Tensors:
             if self.made == 3:
@@ -201,21 +201,21 @@ def test_an_error_is_raised_where_its_batch_is_asked_for():
 
     making, run = build_collator((9, 9, 9), 2, Broken()), build_schedule(BatchRamp(2, 2), 40)
     taken = 0
-    with pytest.raises(ValueError, match="broken sample"), build_loader(making, run, 2) as feed:
-        for window in feed:
+    with pytest.raises(ValueError, match="broken sample"), build_loader(making, run, 2) as loader:
+        for window in loader:
             taken += len(list(window))
     assert taken == 3
 
 
-def test_leaving_a_feed_waits_for_no_batch_but_the_one_in_the_making():
+def test_leaving_a_loader_waits_only_for_the_batch_in_progress():
     encoded = NumberedSamples()
     making, run = build_collator((9, 9, 9), 1, encoded), build_schedule(BatchRamp(9, 9), 90)
-    feed = build_loader(making, run, 1, ahead=8)
-    next(iter(next(iter(feed))))
+    loader = build_loader(making, run, 1, ahead=8)
+    next(iter(next(iter(loader))))
     encoded.gate.clear()
     made = encoded.made
     threading.Timer(0.1, encoded.gate.set).start()
-    feed.close()
+    loader.close()
     assert encoded.made <= made + 8
     assert not [t for t in threading.enumerate() if t.name.startswith("decode") and t.is_alive()]
 

@@ -1,4 +1,4 @@
-"""Files of adapters that could be taken for something else: half of one, or one of several families."""
+"""Adapter files that could be misread: half a LoRA, or layers that several families have."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_half_a_lora_is_refused_by_its_key(half: str, tmp_path: Path) -> None:
     assert not (tmp_path / "b.safetensors").exists()
 
 
-def test_a_file_of_layers_that_families_share_is_of_the_family_that_its_metadata_says(tmp_path: Path) -> None:
+def test_metadata_decide_the_family_of_layers_that_families_share(tmp_path: Path) -> None:
     path, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     layer = "transformer.transformer_blocks.0.attn.to_q"
     tensors = {f"{layer}.lora_A.weight": random_tensor(RANK, 24), f"{layer}.lora_B.weight": random_tensor(24, RANK)}

@@ -1,4 +1,4 @@
-"""An update that comes to the device in pieces: none larger than plans count with, but for a parameter that is."""
+"""Pieces of an update: none is larger than plans account for, except for a single larger parameter."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from supertuner.train.offload.apply import _split_into_pieces
 
 
 class LargeExpertStub:
-    """As much of an expert in training as is asked for: parameters of full size, without memory."""
+    """A stub of an expert state: parameters of full size, without memory."""
 
     def __init__(self, module: nn.Module) -> None:
         self.parameters = dict(module.named_parameters())
 
 
-def test_a_large_block_is_several_pieces_and_small_blocks_are_not_joined() -> None:
+def test_a_large_block_is_split_and_small_blocks_are_not_joined() -> None:
     with torch.device("meta"):
         layers = [nn.Linear(4096, 4096, bias=False) for _ in range(9)]  # 64 MiB each
         module = nn.ModuleList([nn.Sequential(*layers[:6]), nn.Sequential(*layers[6:8]), layers[8]])
@@ -31,7 +31,7 @@ def test_a_large_block_is_several_pieces_and_small_blocks_are_not_joined() -> No
     assert pieces[0] == ["2.weight"]
 
 
-def test_a_parameter_larger_than_a_piece_is_a_piece() -> None:
+def test_a_parameter_larger_than_a_piece_forms_a_piece() -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(16384, 8192, bias=False), nn.Linear(8, 8, bias=False))
     assert _split_into_pieces(cast(ExpertState, LargeExpertStub(module)), [module]) == [["0.weight"], ["1.weight"]]

@@ -1,4 +1,4 @@
-"""What is used next is known, and the ring of slots follows it: nothing is fetched that is there, and nothing late."""
+"""The order of block uses is known, and the weight ring follows it: nothing is fetched twice, and nothing late."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.train.offload.making import CPU, OffloadCase, a_plan, apply_plan_sync
 
 
 @given(st.integers(1, 9), st.data(), st.sampled_from(BlockPass))
-def test_distances_are_those_of_the_uses_that_come(blocks: int, data: st.DataObject, now: BlockPass) -> None:
+def test_uses_until_counts_the_upcoming_uses(blocks: int, data: st.DataObject, now: BlockPass) -> None:
     block = data.draw(st.integers(0, blocks - 1))
     uses = [use.block for use in upcoming_uses(block, blocks, now)]
     assert set(uses) == set(range(blocks))
@@ -36,7 +36,7 @@ def test_a_forward_pass_is_followed_by_its_backward_pass_and_that_by_the_next_fo
     assert [use.block for use in next_uses(0, 3, BlockPass.FORWARD, 2)] == [1, 2]
 
 
-def test_a_slot_is_given_up_by_the_block_that_is_used_again_last() -> None:
+def test_the_block_with_the_furthest_next_use_is_evicted() -> None:
     none = lambda _: False  # noqa: E731
     assert block_to_evict([0, 1, 2], 2, 5, BlockPass.FORWARD, is_protected=none) == 0
     assert block_to_evict([2, 3, 4], 2, 5, BlockPass.BACKWARD, is_protected=none) == 4
@@ -45,45 +45,47 @@ def test_a_slot_is_given_up_by_the_block_that_is_used_again_last() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_a_window_fetches_only_what_the_slots_do_not_hold(ahead: int) -> None:
-    """Five blocks: forward and backward are ten uses a micro-batch. The turning points need no fetch."""
+def test_a_window_fetches_only_blocks_that_are_not_in_slots(ahead: int) -> None:
+    """Five blocks: forward and backward are ten uses per micro-batch. The turning points need no fetch."""
     case = OffloadCase(dropout=0.0)
-    trainee = case.expert_state()
-    acting = apply_plan_synchronously(trainee, a_plan(trainee.module, WeightPlacement.STREAMED, ahead=ahead))
-    window(trainee, case.step_options(), 0)
-    acting.transfer.take_counters()
-    window(trainee, case.step_options(), 1)
-    counted = acting.transfer.take_counters()
+    expert_state = case.expert_state()
+    offloaded = apply_plan_synchronously(
+        expert_state, a_plan(expert_state.module, WeightPlacement.STREAMED, ahead=ahead)
+    )
+    window(expert_state, case.step_options(), 0)
+    offloaded.transfer.take_counters()
+    window(expert_state, case.step_options(), 1)
+    counted = offloaded.transfer.take_counters()
     held = ahead + 1
     assert counted.fetches == 2 * 2 * (5 - held), "two micro-batches, two passes, less what is held at each turn"
     assert counted.late == (counted.fetches if ahead == 0 else 0)
 
 
-def test_sampling_fetches_round_and_round_without_being_late() -> None:
+def test_sampling_fetches_in_a_cycle_and_is_never_late() -> None:
     case = OffloadCase(dropout=0.0)
-    trainee = case.expert_state()
-    acting = apply_plan_synchronously(
-        trainee, a_plan(trainee.module, WeightPlacement.STREAMED, ActivationPolicy.SEND, ahead=1)
+    expert_state = case.expert_state()
+    offloaded = apply_plan_synchronously(
+        expert_state, a_plan(expert_state.module, WeightPlacement.STREAMED, ActivationPolicy.SEND, ahead=1)
     )
     for _ in range(3):
-        held_out_losses(trainee, [batch([1])], case.step_options())
-    counted = acting.transfer.take_counters()
+        held_out_losses(expert_state, [batch([1])], case.step_options())
+    counted = offloaded.transfer.take_counters()
     assert counted.late == 1, "only the very first block is waited for"
     assert counted.sent_bytes == 0
 
 
-def test_between_windows_every_weight_is_at_home_and_slots_are_few() -> None:
+def test_between_windows_every_weight_is_in_host_memory_and_slots_are_few() -> None:
     case = OffloadCase(kind="full", dropout=0.0)
-    trainee = case.expert_state()
-    acting = apply_plan_synchronously(trainee, a_plan(trainee.module, WeightPlacement.STREAMED, ahead=1))
-    homes = {name: p.data_ptr() for name, p in trainee.module.named_parameters() if name.startswith("blocks.")}
-    window(trainee, case.step_options(), 0)
-    assert {name: p.data_ptr() for name, p in trainee.module.named_parameters() if name in homes} == homes
-    largest = max(block.nbytes for block in acting.ring.streamed.values())
-    assert acting.ring.nbytes == 2 * largest
+    expert_state = case.expert_state()
+    offloaded = apply_plan_synchronously(expert_state, a_plan(expert_state.module, WeightPlacement.STREAMED, ahead=1))
+    homes = {name: p.data_ptr() for name, p in expert_state.module.named_parameters() if name.startswith("blocks.")}
+    window(expert_state, case.step_options(), 0)
+    assert {name: p.data_ptr() for name, p in expert_state.module.named_parameters() if name in homes} == homes
+    largest = max(block.nbytes for block in offloaded.ring.streamed.values())
+    assert offloaded.ring.nbytes == 2 * largest
 
 
-def test_host_memory_is_aligned_apart_and_used_again() -> None:
+def test_host_memory_is_aligned_disjoint_and_reused() -> None:
     memory = HostMemoryPool(CPU)
     taken = [memory.allocate(size) for size in (1, 511, 512, 513, 20 << 20, 7)]
     assert all(piece.data_ptr() % ALIGNMENT == 0 for piece in taken)

@@ -1,4 +1,4 @@
-"""Processes with other settings or versions than the first do not begin, and what differs is named."""
+"""Ranks whose settings or versions differ from those of rank 0 do not start, and the error names the difference."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def _compared(group: TorchProcessGroup, own: dict[int, dict[str, str]]) -> str:
     return ""
 
 
-def test_processes_that_are_alike_begin():
+def test_ranks_with_equal_settings_start():
     assert run_ranks(3, _compared, {}) == ["", "", ""]
 
 
-def test_one_that_differs_is_named_by_all_with_what_differs():
-    said = run_ranks(3, _compared, {2: {"train.batch_size": "4", "torch": "9"}})
-    assert len(set(said)) == 1
-    assert "train.batch_size: 1 for rank 0, 4 for rank 2" in said[0]
-    assert "torch: not set for rank 0, 9 for rank 2" in said[0]
-    assert "run.seed" not in said[0]
+def test_all_ranks_name_the_rank_that_differs_and_the_difference():
+    messages = run_ranks(3, _compared, {2: {"train.batch_size": "4", "torch": "9"}})
+    assert len(set(messages)) == 1
+    assert "train.batch_size: 1 for rank 0, 4 for rank 2" in messages[0]
+    assert "torch: not set for rank 0, 9 for rank 2" in messages[0]
+    assert "run.seed" not in messages[0]
 
 
 @pytest.mark.parametrize(("setting", "counts"), [("train.batch_size=3", True), ("arena.home=/elsewhere", False)])
-def test_settings_of_a_node_may_be_its_own(setting, counts):
+def test_node_specific_settings_may_differ(setting, counts):
     plain = load_config(None, environ={}, check_paths=False).config
     other = load_config(None, environ={}, check_paths=False, sets=[setting]).config
     assert (settings_to_compare(plain) != settings_to_compare(other)) is counts
 
 
-def test_one_process_is_like_itself():
+def test_a_single_process_has_nothing_to_compare():
     require_same_config(SingleProcess(), {})

@@ -1,4 +1,4 @@
-"""Whoever waits for another process is not to blame, in whichever way it waits; whoever works is left alone."""
+"""A rank that waits for another one is not at fault, however it waits; a rank that works is left alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.distributed.waiting import one_compiles, one_waits, one_wants_an_epoc
 from tests.train.encoding.encoding_helpers import config_of, pictures, tiny
 
 SHORT_S = 4.0
-"""Of which half is patience: less than what works here takes."""
+"""Half of it is the stall timeout, which is shorter than the work in these tests takes."""
 
 
 def test_the_files_of_the_compiler_exist() -> None:
@@ -21,7 +21,7 @@ def test_the_files_of_the_compiler_exist() -> None:
 
 
 @pytest.mark.parametrize("how", ["in a sum", "for weights", "for gradients"])
-def test_one_that_hangs_is_named_and_not_the_one_that_waits_for_it(tmp_path, how):
+def test_the_hanging_rank_is_named_and_not_the_one_that_waits_for_it(tmp_path, how):
     with launched_ranks(2, one_waits, tmp_path, how, SHORT_S) as ranks:
         ranks.ended()
     assert _verdict(tmp_path, 1).startswith("rank 1 (")
@@ -29,9 +29,9 @@ def test_one_that_hangs_is_named_and_not_the_one_that_waits_for_it(tmp_path, how
 
 
 @pytest.mark.parametrize("then", ["hangs", "works"])
-def test_one_that_waits_for_the_next_epoch_is_not_to_blame(tmp_path, then):
-    """Nor is the one that makes it, while it works: its main thread waits for the other one, in the middle of a
-    window."""
+def test_a_rank_that_waits_for_the_next_epoch_is_not_at_fault(tmp_path, then):
+    """Nor is the rank that makes the epoch while it works, though its main thread waits for the other one in the middle
+    of a window."""
     model = Path(tiny("wan2.2", tmp_path / "model")[1].source.path)
     varying = {"augment": {"flip": 0.5}, "augmentations_cache_mode": "refresh_each_epoch"}
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 8), **varying})
@@ -44,10 +44,10 @@ def test_one_that_waits_for_the_next_epoch_is_not_to_blame(tmp_path, then):
     assert "at supertuner/" in _verdict(tmp_path, 1), "where the thread is that makes the epoch"
 
 
-def test_a_compiler_in_the_middle_of_a_run_does_not_hang(tmp_path):
+def test_compiling_in_the_middle_of_a_run_is_no_hang(tmp_path):
     assert run_launched(2, one_compiles, tmp_path, SHORT_S) == ["trained"] * 2
 
 
 def _verdict(logs: Path, rank: int) -> str:
-    """What was said at the end of a rank that could not end by itself."""
+    """The last message of a rank that could not end by itself."""
     return next(line for line in rank_log(logs, rank).splitlines() if "ends with it" in line)
