@@ -1,4 +1,4 @@
-# One command each. `make help` lists them; `make setup` is done by the others when it is needed.
+# One command per task. `make help` lists them; the other commands run `make setup` first.
 
 PYTHON ?=
 VENV := .venv
@@ -10,22 +10,22 @@ BIN := $(VENV)/bin
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup:  ## Make .venv with everything in it; instant when nothing changed (PYTHON=python3.12 chooses another Python)
+setup:  ## Create .venv with all dependencies; instant if nothing changed (PYTHON=python3.12 selects another Python)
 	@PYTHON="$(PYTHON)" scripts/setup.sh $(VENV)
 
-quickstart: setup  ## Train both experts of a tiny Wan2.2 on drawn shapes, and show what it learnt (minutes)
+quickstart: setup  ## Train both experts of a tiny Wan2.2 on drawn shapes, and compare samples before and after (minutes)
 	@$(BIN)/supertuner quickstart
 
-test: setup  ## Run the test suite, in two processes (WORKERS=0: in one)
+test: setup  ## Run the test suite in two processes (WORKERS=0: in one)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(WORKERS),2) --dist loadfile
 
-phantom: setup  ## Make .venv-phantom: torch's CUDA build on fake libraries, for a machine without a GPU (docs/phantom.md)
+phantom: setup  ## Create .venv-phantom: torch's CUDA build on fake libraries, for a machine without a GPU (docs/phantom.md)
 	@scripts/setup_phantom.sh $(VENV) .venv-phantom
 
-test-phantom: phantom  ## Run the tests that need CUDA tensors, on the phantom; TESTS=tests/phantom/test_bytes.py runs only those
+test-phantom: phantom  ## Run the tests that need CUDA tensors on the phantom; TESTS=tests/phantom/test_bytes.py runs only that file
 	@scripts/phantom_python.sh -m pytest -m '$(MARKED)' $(or $(TESTS),tests/phantom)
 
-check: setup  ## Lint, format, types, and wheels for aarch64
+check: setup  ## Check lint, format, types, and wheels for aarch64
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -37,16 +37,16 @@ docs: setup  ## Build the documentation site in build/site; broken links and ref
 wheel: setup  ## Build sdist and wheel in dist/, install the wheel into an empty environment and try it
 	@scripts/try_wheel.sh $(BIN)/python dist
 
-bench: setup  ## Print our speed as ratios against peers (minutes); BENCH="gather" runs only that one
+bench: setup  ## Run the benchmarks, which print speed as ratios to peers (minutes); BENCH="gather" runs only that one
 	@scripts/setup_bench.sh $(VENV) .venv-bench
 	@.venv-bench/bin/python benchmarks/run.py $(BENCH)
 
-baseline-check: setup  ## Compare the quickstart's training with a plain loop beside it, by the ratios in baseline/ (minutes)
+baseline-check: setup  ## Compare the quickstart's training with a plain loop, by the ratios in baseline/ (minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/baseline_quickstart.py
 
 torture: setup  ## Run the long fault-injection tests (minutes)
 	@$(BIN)/python -m pytest -m torture tests/torture
 
-clean:  ## Remove what the commands above made; not your runs, and not .venv
+clean:  ## Remove what these commands created, except your runs and .venv
 	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .venv-bench .venv-phantom quickstart benchmarks/results
 	@find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -16,9 +16,9 @@ setup(
             optional=True,
         ),
         Extension(
-            "supertuner.memory.overflow._overflow",
-            ["supertuner/memory/overflow/_overflow.c"],
-            depends=[str(path) for path in Path("supertuner/memory/overflow").glob("_overflow*.h")],
+            "supertuner.memory.overflow_allocator._overflow",
+            ["supertuner/memory/overflow_allocator/_overflow.c"],
+            depends=[str(path) for path in Path("supertuner/memory/overflow_allocator").glob("_overflow*.h")],
             extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"],
             extra_link_args=["-pthread", "-ldl"],
             optional=True,

@@ -1,1 +1,1 @@
-"""Speed as ratios of one run: ours against a peer or a limit that was timed in the same minutes."""
+"""Benchmarks: speed as ratios to a peer or to a limit that is timed in the same run."""

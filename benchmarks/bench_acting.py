@@ -1,8 +1,8 @@
-"""What acting on a plan costs the host: nothing if the plan does nothing, and little for each block if it does.
+"""The host time of applying a plan: nothing for a plan without offloading, and little per block otherwise.
 
-Forty blocks that compute nearly nothing, on the CPU, so that what is timed is the acting itself: hooks, lookups, and
-copies of a few kilobytes. On a GPU this is the time of the host, which runs ahead of the device: it shows only where a
-block computes for less than it takes to ask for it.
+Forty blocks that compute almost nothing run on the CPU, so the time is that of offloading itself: hooks, look-ups, and
+copies of a few kilobytes. On a GPU this is host time, and the host runs ahead of the device: it matters only if a block
+computes for a shorter time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BLOCK_LIMIT_MS = 1.0
 
 
 class MostlyFrozenBlock(nn.Module):
-    """Frozen weights, and a little that is trained."""
+    """A block of frozen layers and one small trained layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class MostlyFrozenBlock(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in self.frozen:
             hidden = layer(hidden)
-        made: torch.Tensor = hidden + self.trained(hidden)
-        return made
+        output: torch.Tensor = hidden + self.trained(hidden)
+        return output
 
 
 class BlockStack(nn.Module):
@@ -57,54 +57,54 @@ class BlockStack(nn.Module):
         return hidden
 
 
-def trainee() -> ExpertState:
+def expert_state() -> ExpertState:
     torch.manual_seed(0)
     module = BlockStack()
-    parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     optimizer = build_optimizer(OptimizerSettings.model_validate({"name": "adamw"}), parameters, "model")
     return ExpertState(Expert("model", "transformer"), module, parameters, optimizer)
 
 
-def plan(weights: WeightPlacement, fate: ActivationPolicy) -> MemoryPlan:
-    rows = tuple(BlockPlan(f"blocks.{number}", weights, fate, "a bench") for number in range(BLOCKS))
+def plan(weights: WeightPlacement, activations: ActivationPolicy) -> MemoryPlan:
+    rows = tuple(BlockPlan(f"blocks.{number}", weights, activations, "a benchmark") for number in range(BLOCKS))
     return MemoryPlan("train", "cpu", True, rows, 1, OptimizerPlacement.GPU, False, None)
 
 
-def windows(one: ExpertState) -> Callable[[], None]:
-    rules = StepOptions(_denoise, TrainingObjective(), ComputePrecision("fp32", CPU))
+def windows(expert: ExpertState) -> Callable[[], None]:
+    options = StepOptions(_denoise, TrainingObjective(), ComputePrecision("fp32", CPU))
     shape = (2, 4, WIDTH)
     batch = StepBatch(torch.ones(shape), torch.ones(shape), torch.full((2,), 0.5), {}, {})
 
     def run() -> None:
         for _ in range(WINDOWS):
-            train_window(one, [batch], samples=2, learning_rate=1e-4, options=rules)
+            train_window(expert, [batch], samples=2, learning_rate=1e-4, options=options)
 
     return run
 
 
 def _denoise(module: nn.Module, noisy: torch.Tensor, _levels: torch.Tensor, _t: Tensors, _c: Tensors) -> torch.Tensor:
-    found: torch.Tensor = module(noisy)
-    return found
+    predicted: torch.Tensor = module(noisy)
+    return predicted
 
 
 def rows() -> list[ClaimRow]:
-    rivals = {"none": windows(trainee()), "again": windows(trainee())}
-    for name, weights, fate in (
+    rivals = {"none": windows(expert_state()), "again": windows(expert_state())}
+    for name, weights, activations in (
         ("nothing", WeightPlacement.GPU, ActivationPolicy.KEEP),
         ("streamed", WeightPlacement.STREAMED, ActivationPolicy.KEEP),
         ("sent", WeightPlacement.GPU, ActivationPolicy.SEND),
         ("recomputed", WeightPlacement.GPU, ActivationPolicy.RECOMPUTE),
     ):
-        one = trainee()
-        apply_plan(one, plan(weights, fate), SynchronousTransfer(CPU), min_offload_bytes=1)
-        rivals[name] = windows(one)
+        expert = expert_state()
+        apply_plan(expert, plan(weights, activations), SynchronousTransfer(CPU), min_offload_bytes=1)
+        rivals[name] = windows(expert)
     times = interleave(rivals, rounds=15)
     for name, timing in times.items():
         say(f"{name:10} {timing} for {WINDOWS} windows of {BLOCKS} blocks")
     noise = paired(times["again"], times["none"])
     found = [
         at_most(
-            "a plan that does nothing, against no plan",
+            "a plan without offloading, compared with no plan",
             paired(times["nothing"], times["none"]),
             NOTHING_LIMIT,
             note=f"two runs without a plan: {noise.median:.3f} ({noise.low:.3f} to {noise.high:.3f})",

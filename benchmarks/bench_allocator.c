@@ -1,13 +1,13 @@
-/* The overflow allocator beside the driver itself, timed in one process: a program for bench_allocator.py.
+/* Times the overflow allocator and the driver itself in one process; used by bench_allocator.py.
  *
  * usage: bench_allocator LIVE ROUNDS PAIRS MANAGED      with a fake libcuda.so.1 in LD_LIBRARY_PATH
- * With LIVE segments alive, each round times PAIRS of allocating and freeing: by the driver, and by the plugin on top of
- * the same driver, in turns. For each round one line: nanoseconds of a pair by the driver, and by the plugin. */
+ * With LIVE segments alive, each round times PAIRS of allocation and free: by the driver, then by the plugin on top of the
+ * same driver. It prints one line per round: nanoseconds of a pair by the driver, and by the plugin. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
 
-#include "../supertuner/memory/overflow/_overflow.c"
+#include "../supertuner/memory/overflow_allocator/_overflow.c"
 
 enum { BYTES = 2 << 20 };
 
@@ -47,15 +47,15 @@ int main(int count, char **arguments)
         return 1;
     long live_segments = atol(arguments[1]), rounds = atol(arguments[2]), pairs = atol(arguments[3]);
     int managed = atoi(arguments[4]);
-    supertuner_overflow_configure(0, 100.0, managed ? (uint64_t)1 << 50 : 0); /* a reserve that is never there: stage 2 */
+    supertuner_overflow_configure(0, 100.0, managed ? (uint64_t)1 << 50 : 0); /* a reserve larger than the GPU: stage 2 */
     supertuner_overflow_host(0, (uint64_t)1 << 30, UINT64_MAX, "/proc/meminfo");
     for (long i = 0; i < live_segments; i++)
         if (!supertuner_alloc_gpu_first(4096, 0, NULL))
             return 3;
     struct contexts contexts = {0};
-    if (enter_counting(0, &contexts, &states[0].said.refused_driver)) /* stays current, as it is in torch */
+    if (enter_counting(0, &contexts, &states[0].said.refused_driver)) /* the context stays current, as in torch */
         return 4;
-    for (long round = -1; round < rounds; round++) { /* the first is for warming up */
+    for (long round = -1; round < rounds; round++) { /* the first round warms up */
         double begin = now_ns();
         by_driver(pairs, managed);
         double middle = now_ns();

@@ -1,8 +1,9 @@
-"""What a further process pays for an arena: milliseconds to attach to a million records, and memory of its own.
+"""The cost of an arena for an additional process: milliseconds to attach to a million records, and private memory.
 
-Attaching validates everything but the payloads' own bytes. Private_Dirty is read from /proc/self/smaps_rollup by a
-further process, before it attaches and after one epoch of random batches, for datasets of different sizes. The first
-process stays attached and has read every record: the kernel counts a page of tmpfs as private to its only user.
+Attaching validates everything except the bytes of the payloads. An additional process reads Private_Dirty from
+/proc/self/smaps_rollup before it attaches and after one epoch of random batches, for datasets of different sizes. The
+first process stays attached and has read every record, because the kernel counts a page of tmpfs as private if it has
+only one user.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BATCH = 64
 
 
 def build(home: ArenaHome, name: str, count: int, payload: bytes) -> None:
-    """Units in an order that is not that of their keys, by two writers."""
+    """Build an arena with two writers, with units in another order than their keys."""
     step = 7919  # a prime that divides none of the counts
     with home.build(name) as begun:
         writers = [begun.open_writer(), begun.open_writer()]
@@ -62,7 +63,7 @@ def private_dirty_mb() -> float:
 
 
 def epoch(folder: Path, name: str) -> float:
-    """In a further process: the growth in MB from before attaching to after one epoch, the batch's buffer included."""
+    """In the additional process: growth of private memory in MB after one epoch, including the buffer of a batch."""
     order = np.random.default_rng(0)
     gc.collect()
     before = private_dirty_mb()
@@ -86,9 +87,9 @@ def epoch_apart(home: ArenaHome, name: str) -> float:
 
 
 def million_rows(home: ArenaHome) -> list[ClaimRow]:
-    room = HostFacts().memory_available() or 0
-    # Each record takes a page. Where 4 GB are too much, empty records: the index is the same, the pages are not there.
-    payload = b"x" if room > 8 << 30 else b""
+    available = HostFacts().memory_available() or 0
+    # Each record takes a page. If 4 GB are too much, records are empty: the index is the same, without payload pages.
+    payload = b"x" if available > 8 << 30 else b""
     begin = time.perf_counter()
     build(home, "million", RECORDS, payload)
     say(

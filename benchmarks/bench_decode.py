@@ -1,11 +1,11 @@
-"""A folder of JPEG files to decoded batches, against torch's DataLoader with Pillow, on the same two CPUs.
+"""Decoding a folder of JPEG files into batches, compared with torch's DataLoader and Pillow, on the same two CPUs.
 
-The peer is the usual recipe in its documented fast mode: two worker processes that stay alive, fed ahead, Pillow
-decoding from the file, cropping and resizing in one call (`resize(box=…)`, with `draft`, which lets libjpeg reduce
-large pictures), collated into one uint8 tensor (docs.pytorch.org/docs/stable/data.html, "Multi-process data loading").
-Files come from the page cache for the peer and from the arena for us; both make the same 1024×1024 pictures with the
-same filter. A round is an epoch of its own: nobody has batches ready when it begins, and nobody works on when it has
-ended. Staging is not timed: it happens once, before the first epoch. CPUs beyond two are left out by affinity.
+The peer is the usual recipe in its documented fast mode: two persistent worker processes with prefetching; Pillow
+decodes the file, crops and resizes in one call (`resize(box=…)`, with `draft`, which lets libjpeg reduce large
+pictures), collated into one uint8 tensor (docs.pytorch.org/docs/stable/data.html, "Multi-process data loading"). The
+peer reads files from the page cache, we read them from the arena; both produce the same 1024×1024 pictures with the
+same filter. Each round is one epoch: no rival has batches ready when it begins or keeps working after its end. Staging
+is not timed, because it happens once before the first epoch. CPU affinity limits both to two CPUs.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ PILLOW: dict[ResizeFilter, Image.Resampling] = {
     "bilinear": Image.Resampling.BILINEAR,
 }
 CASES = {"1400×1100": ((1400, 1100), 48), "4000×3000": ((4000, 3000), 16)}
-"""Size of the files, and how many of them there are: an epoch."""
+"""Size of the pictures, and number of files per epoch."""
 
 
 def make_folder(folder: Path, size: tuple[int, int], files: int) -> None:
-    """Files with the detail of photographs: smooth shapes under a little noise, quality 90."""
+    """Write files with the detail of photographs: smooth shapes with a little noise, quality 90."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     for number in range(files):
@@ -66,7 +66,7 @@ class JpegFolderDataset(Dataset[torch.Tensor]):
 
     def __getitem__(self, number: int) -> torch.Tensor:
         with Image.open(self.files[number]) as file:
-            file.draft("RGB", (2 * SIDE, 2 * SIDE))  # as our own decoder does: never below twice the wanted size
+            file.draft("RGB", (2 * SIDE, 2 * SIDE))  # as our decoder does: never below twice the final size
             picture = file.convert("RGB")
         box = crop_box(*picture.size, SIDE, SIDE, 0.5, 0.5)
         region = (box.left, box.top, box.left + box.width, box.top + box.height)
@@ -103,7 +103,9 @@ def ours(corpus: Corpus, decoders: DecoderPool) -> Callable[[], None]:
         number = next(epochs)
         order = corpus.order
         draws = order.batches(order.epoch_begin(number), order.epoch_begin(number + 1))
-        for batch in BatchPrefetcher(decoders, (single_micro_batch(order, one) for one in draws), batches_ahead=2):
+        for batch in BatchPrefetcher(
+            decoders, (single_micro_batch(order, batch_draws) for batch_draws in draws), batches_ahead=2
+        ):
             assert batch.media.shape == (BATCH, 3, SIDE, SIDE)
 
     return epoch
@@ -120,8 +122,8 @@ def race(name: str, by: ResizeFilter, folder: Path, home: Path) -> ClaimRow:
         timings = interleave(rivals, rounds=ROUNDS)
     for rival, timing in timings.items():
         say(f"{name} JPEG, {by}, {rival:<10}  {len(staged) / timing.median_s:6.1f} pictures/s   {timing}")
-    note = "" if by == "lanczos" else "decoding, which is libjpeg-turbo for both, weighs more with a cheap filter"
-    label = f"{name} JPEG to {SIDE}×{SIDE} batches, {by}, against DataLoader"
+    note = "" if by == "lanczos" else "with a cheap filter, decoding (libjpeg-turbo for both) dominates"
+    label = f"{name} JPEG to {SIDE}×{SIDE} batches, {by}, times DataLoader"
     return at_least(label, paired(timings["DataLoader"], timings["ours"]), LIMIT, note=note)
 
 

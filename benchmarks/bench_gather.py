@@ -1,12 +1,13 @@
-"""Random batched gather from the arena against memcpy and the stores that others use, warm, for three sizes of sample.
+"""Random batched gather from the arena, compared with memcpy and with other stores, warm, for three sample sizes.
 
-The samples are 2 GiB of noise, many times the last-level cache, and every batch is drawn from all of them. Everybody
-has read all of it once before the clock starts, and fills a buffer of one batch again and again. memcpy copies whole
-batches from an ordinary array of the same 2 GiB: the limit. One thread each, but for the DataLoader's 2 workers.
+The samples are 2 GiB of noise, many times the last-level cache, and every batch is drawn from all of them. Each rival
+has read all samples once before timing starts, and fills the same buffer of one batch again and again. The limit is
+memcpy, which copies whole batches from an ordinary array of the same 2 GiB. One thread each, except the DataLoader's 2
+workers.
 
-Beside each peer stands what memcpy itself would reach against it in the same rounds: no store that copies every byte
-once can do better, so a limit above that cannot be met on this machine by one thread. Large batches are also gathered
-with one thread per CPU, which no limit asks for.
+The row of each peer also shows the ratio of memcpy to that peer in the same rounds: a store that copies every byte once
+cannot do better, so a larger limit cannot be met on this machine with one thread. Large batches are also gathered with
+one thread per CPU, without a limit.
 """
 
 from __future__ import annotations
@@ -58,18 +59,18 @@ LIMITS = {
     "Mosaic MDS": 5.0,
     "torch DataLoader, 2 workers": 15.0,
 }
-"""How many times faster than the peer, for samples of 100 KB; the other sizes have no limit but memcpy's."""
+"""How many times faster than the peer, for samples of 100 KB; other sizes have only the limit of memcpy."""
 LIMITED = "100 KB"
 MANY_FILES = 50_000
 
 
 @dataclass(frozen=True, slots=True)
 class GatherScenario:
-    """The samples of one size, and a new round of random batches whenever one is asked for."""
+    """The samples of one size; `batches()` draws a new round of random batches."""
 
     label: str
     samples: Bytes
-    chance: np.random.Generator
+    rng: np.random.Generator
     batch_bytes: int = BATCH_BYTES
 
     @property
@@ -85,17 +86,17 @@ class GatherScenario:
         return self.batch * max(1, ROUND_BYTES // (self.batch * self.nbytes))
 
     def batches(self) -> list[NDArray[np.int64]]:
-        numbers = self.chance.integers(0, len(self.samples), self.round_samples)
+        numbers = self.rng.integers(0, len(self.samples), self.round_samples)
         return list(numbers.reshape(-1, self.batch))
 
     def read_all(self, gather: Gather) -> None:
-        """One pass over every sample, as a first epoch does: afterwards the pages are mapped, for whoever maps them."""
+        """Read every sample once, as a first epoch does, so that stores with memory maps have all pages mapped."""
         out = np.zeros((self.batch, self.nbytes), np.uint8)
         for first in range(0, len(self.samples) - self.batch, self.batch):
             gather(np.arange(first, first + self.batch), out)
 
     def rounds_of(self, gather: Gather) -> Callable[[], None]:
-        """One round: every batch of it into the same buffer."""
+        """A function that gathers one round of batches into the same buffer."""
         out = np.zeros((self.batch, self.samples.shape[1]), np.uint8)
 
         def play() -> None:
@@ -108,9 +109,9 @@ class GatherScenario:
 def rows() -> list[ClaimRow]:
     found: list[ClaimRow] = []
     for label, nbytes in SIZES.items():
-        chance = np.random.default_rng(nbytes)
+        rng = np.random.default_rng(nbytes)
         count = DATA_BYTES // nbytes
-        scene = GatherScenario(label, chance.integers(0, 256, (count, nbytes), np.uint8), chance)
+        scene = GatherScenario(label, rng.integers(0, 256, (count, nbytes), np.uint8), rng)
         say(f"{label}: {count:,} samples, batches of {scene.batch}, {scene.round_samples:,} samples a round")
         found += scene_rows(scene)
     return found
@@ -123,8 +124,8 @@ def scene_rows(scene: GatherScenario) -> list[ClaimRow]:
         timings = interleave(
             {"arena": scene.rounds_of(ours), "memcpy": scene.rounds_of(memcpy_of(scene))}, MEMCPY_ROUNDS
         )
-        tell(scene, "memcpy", timings["memcpy"])
-        tell(scene, "arena", timings["arena"])
+        print_speed(scene, "memcpy", timings["memcpy"])
+        print_speed(scene, "arena", timings["arena"])
         name = f"gather of {scene.label}, share of memcpy"
         found = [at_least(name, paired(timings["memcpy"], timings["arena"]), MEMCPY_SHARE)]
         found.append(by_all_cpus(replace(scene, batch_bytes=LARGE_BATCH_BYTES), ours))
@@ -136,12 +137,12 @@ def scene_rows(scene: GatherScenario) -> list[ClaimRow]:
 
 
 def by_all_cpus(scene: GatherScenario, ours: Callable[..., None]) -> ClaimRow:
-    """Large batches, each copied by as many threads as there are CPUs, against memcpy on one."""
+    """Large batches, each copied by one thread per CPU, compared with memcpy on one thread."""
     threads = HostFacts().cpus()
     many = partial(ours, threads=threads)
     check(scene, many)
     timings = interleave({"arena": scene.rounds_of(many), "memcpy": scene.rounds_of(memcpy_of(scene))}, ROUNDS)
-    tell(scene, f"arena, {threads} threads", timings["arena"])
+    print_speed(scene, f"arena, {threads} threads", timings["arena"])
     name = f"gather of {scene.label} in batches of 64 MiB, {threads} threads, times memcpy on one"
     return noted(name, paired(timings["memcpy"], timings["arena"]))
 
@@ -156,18 +157,18 @@ def against(scene: GatherScenario, ours: Gather, peer: str, begin: Callable[[Pat
         except ModuleNotFoundError as error:
             say(f"  {peer}: skipped, {error.name} is not installed here (make bench installs it)")
             return skipped(name, limit or float("nan"), f"{error.name} is not installed")
-        # The slowest peers differ by much more than the weather does; fewer rounds will do.
+        # The slowest peers differ by much more than the machine's noise, so fewer rounds are enough.
         rounds = ROUNDS if seconds_of(play) < LONG_ROUND_S else FEW_ROUNDS
         memcpy = scene.rounds_of(memcpy_of(scene))
         timings = interleave({"arena": scene.rounds_of(ours), "memcpy": memcpy, "peer": play}, rounds, warmup=0)
-    tell(scene, peer, timings["peer"])
+    print_speed(scene, peer, timings["peer"])
     ratio = paired(timings["peer"], timings["arena"])
     note = f"memcpy: {paired(timings['peer'], timings['memcpy']).median:.3g} ×"
     return noted(name, ratio, note=note) if limit is None else at_least(name, ratio, limit, note=note)
 
 
 def seconds_of(play: Callable[[], None]) -> float:
-    """How long one round takes once a first one has warmed everything."""
+    """Seconds of one round after a first one for warming up."""
     play()
     begin = time.perf_counter()
     play()
@@ -176,7 +177,7 @@ def seconds_of(play: Callable[[], None]) -> float:
 
 def peer_rounds(scene: GatherScenario, opener: Opener, folder: Path) -> Callable[[], None]:
     gather = opener(folder, scene.samples)
-    if opener is not webdataset_gather:  # it gives the samples in sequence, whatever is asked for
+    if opener is not webdataset_gather:  # it returns samples in sequence and ignores the indices
         check(scene, gather)
         scene.read_all(gather)
     return scene.rounds_of(gather)
@@ -188,7 +189,7 @@ def loader_rounds(scene: GatherScenario, folder: Path) -> Callable[[], None]:
 
 
 def memcpy_of(scene: GatherScenario) -> Gather:
-    """A batch that lies in one piece: what the hardware allows."""
+    """Copies a batch from one contiguous place: the limit of the hardware."""
     last = len(scene.samples) - scene.batch
 
     def gather(numbers: NDArray[np.int64], out: Bytes) -> None:
@@ -214,14 +215,14 @@ def arena_of(scene: GatherScenario, home: Path) -> Iterator[Callable[..., None]]
 
 
 def check(scene: GatherScenario, gather: Gather) -> None:
-    """Speed means nothing if the bytes are wrong."""
+    """Assert that the gathered bytes are right."""
     numbers = scene.batches()[0]
     out = np.zeros((len(numbers), scene.samples.shape[1]), np.uint8)
     gather(numbers, out)
     assert np.array_equal(out, scene.samples[numbers])
 
 
-def tell(scene: GatherScenario, name: str, timing: RivalTiming) -> None:
+def print_speed(scene: GatherScenario, name: str, timing: RivalTiming) -> None:
     per_second = scene.round_samples / timing.median_s
     gigabytes = per_second * scene.samples.shape[1] / 1e9
     say(f"  {name:<28} {per_second:>12,.0f} samples/s  {gigabytes:6.2f} GB/s   a round: {timing}")

@@ -1,8 +1,7 @@
-"""What the loop costs beside the model: milliseconds per micro-batch, and the share of a step spent waiting for data.
+"""The overhead of the training loop: milliseconds per micro-batch, and the share of a step spent waiting for data.
 
-The model is one number, so what is timed is everything else: batches from the caches, noise, the window, the optimizer,
-the logs and reports that are on by default. The peer is a bare PyTorch loop of the same mathematics over tensors that
-lie ready in memory.
+The model has one parameter, so the time is everything else: batches from the caches, noise, the window, the optimizer,
+and the default logs and reports. The peer is a plain PyTorch loop with the same mathematics and tensors in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ WAIT_LIMIT = 0.5
 
 
 def bare_loop(run: TrainingRun) -> Callable[[], None]:
-    """The same mathematics as a person would write it down: random batches of what the caches hold."""
+    """A plain loop with the same mathematics, on random batches of the cached latents."""
     order = run.collator.corpus.order
     from supertuner.data.ordering.micro_batches import micro_batches
 
@@ -81,7 +80,7 @@ def overhead() -> ClaimRow:
 
 
 def waiting() -> ClaimRow:
-    """A step of 50 ms that leaves the CPU alone, as one on a GPU does."""
+    """The share of waiting with a 50 ms step that leaves the CPU idle, as a step on a GPU does."""
 
     def sleepy(*arguments: object) -> torch.Tensor:
         time.sleep(STEP_S)
@@ -97,7 +96,7 @@ def waiting() -> ClaimRow:
             for window in feed:
                 loop._train_step(run, window)
                 waited.append(window.waited_s)
-    shares = [100 * seconds / STEP_S for seconds in waited[1:]]  # the first batch is made while nothing else goes on
+    shares = [100 * seconds / STEP_S for seconds in waited[1:]]  # nothing overlaps with the first batch
     mean = sum(shares) / len(shares)
     return at_most(
         "waiting for data, share of a 50 ms step", FigureSpread(mean, min(shares), max(shares)), WAIT_LIMIT, unit="%"

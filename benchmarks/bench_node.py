@@ -119,7 +119,7 @@ def memory_rows() -> list[ClaimRow]:
     say(f"data of {CACHED} samples opened in {opened}")
     most = max(figures["own_mb"] for figures in others)
     return [
-        at_most(f"private memory of an additional rank, {CACHED} samples and their caches", most, OWN_LIMIT_MB, unit="MB"),
+        at_most(f"private memory of a further rank, {CACHED} samples and their caches", most, OWN_LIMIT_MB, unit="MB"),
         noted("private memory of the first rank", first["own_mb"], unit="MB"),
     ]
 

@@ -1,9 +1,9 @@
-"""What plans would be worth: modelled full-size steps on three machines, against a bound and five other ways.
+"""The modelled gain of plans: full-size steps on three machines, compared with a bound and five other strategies.
 
-Nothing here is measured. Tables are of traced steps (`workloads.py`); machines are rows of `memory/machines.py`, at the
-peaks that their makers print; an H100 is taken to sit in a host of 512 GiB whose memory is as fast as its link needs.
-Every way to run a step is played by the same rules on the same clock; the plan's is replayed on the software superchip.
-Goals are those of a GH200; elsewhere figures are said for the record.
+Nothing here is measured. The tables are traced steps (`workloads.py`); the machines are rows of `memory/machines.py` at
+the peak rates that their vendors publish; an H100 is assumed to be in a host with 512 GiB whose memory is as fast as
+the link needs. All strategies are modelled by the same rules and the same clock; the plan is replayed on the software
+superchip. Limits apply to a GH200; other machines are shown without limits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
 CARDS_HOST_BYTES = 512 * GIB
-"""Assumed: the table of machines does not know what a card is put into."""
+"""Assumed host memory of a PCIe card; the table of machines does not contain it."""
 GOAL = "gh200-96"
 NEAR, TWICE, RECOMPUTING, SECONDS = 1.10, 2.0, 1.2, 5.0
 
@@ -44,17 +44,17 @@ class PlanMeasurement:
     others: BaselineTimes
     compute_s: float
     link_s: float
-    """The link is busy under the plan."""
+    """Seconds for which the link is busy under the plan."""
     planning_s: float
 
     @property
     def roomy(self) -> bool:
-        """Whether host memory has room for every activation that the GPU's has none for."""
+        """Whether host memory can hold every activation that does not fit on the GPU."""
         return all(block.activations is not ActivationPolicy.RECOMPUTE for block in self.plan.blocks)
 
 
 def measure_plan(step_table: StepTable, machine_key: str) -> PlanMeasurement | None:
-    """None: no plan fits."""
+    """Model one step on a machine; None if no plan fits."""
     machine = MACHINES[machine_key]
     limits = MemoryLimits.from_machine(machine, host_bytes=None if machine.host_bytes.value else CARDS_HOST_BYTES)
     begin = time.process_time()
@@ -81,29 +81,29 @@ def rows() -> list[ClaimRow]:
     for name, workload in WORKLOADS.items():
         for key in (GOAL, "gb10", "h100-80-pcie"):
             say(f"{workload.title} on {MACHINES[key].title}")
-            one = measure_plan(table(name), key)
-            if one is not None:
-                tell(one)
-                found += claims(f"{workload.title}, {MACHINES[key].title}", one, key == GOAL)
+            measurement = measure_plan(table(name), key)
+            if measurement is not None:
+                print_measurement(measurement)
+                found += claims(f"{workload.title}, {MACHINES[key].title}", measurement, key == GOAL)
     return found
 
 
-def tell(one: PlanMeasurement) -> None:
-    """The modelled seconds, and what the plan does."""
+def print_measurement(one: PlanMeasurement) -> None:
+    """Print the modelled seconds, and what the plan does."""
     others = one.others
     say(
         f"    modelled: plan {one.seconds:.3f} s, bound {one.bound_s:.3f} s ({_by(one)}); "
         f"all in HBM {_text(others.all_in_hbm)}, checkpointing {_text(others.checkpointing)}, "
         f"block swapping {_text(others.block_swapping)}, "
-        f"paging {_paged(others.paging)}, seeds {_paged(others.gh200_forks)}"
+        f"paging {_paged(others.paging)}, GH200 forks {_paged(others.gh200_forks)}"
     )
-    fates = {fate: sum(block.activations is fate for block in one.plan.blocks) for fate in ActivationPolicy}
+    policies = {policy: sum(block.activations is policy for block in one.plan.blocks) for policy in ActivationPolicy}
     streamed = sum(block.weights is WeightPlacement.STREAMED for block in one.plan.blocks)
-    what = ", ".join(f"{count} {fate.value}" for fate, count in fates.items() if count)
+    counts = ", ".join(f"{count} {policy.value}" for policy, count in policies.items() if count)
     say(
-        f"    plan: activations {what}; weights of {streamed} blocks streamed, {one.plan.ahead} ahead; optimizer "
-        f"{one.plan.stepping.value}; made in {one.planning_s:.2f} s; link busy {one.link_s:.3f} s beside "
-        f"{one.compute_s:.3f} s of work"
+        f"    plan: activations {counts}; weights of {streamed} blocks streamed, {one.plan.ahead} ahead; optimizer "
+        f"{one.plan.stepping.value}; planned in {one.planning_s:.2f} s; link busy {one.link_s:.3f} s, "
+        f"compute {one.compute_s:.3f} s"
     )
 
 
@@ -112,7 +112,7 @@ def claims(name: str, one: PlanMeasurement, goal: bool) -> list[ClaimRow]:
     found = [at_most(f"{name}: seconds to plan", one.planning_s, SECONDS, unit="s")]
     near = at_most if goal else (lambda name, figure, _limit: noted(name, figure))
     found.append(near(f"{name}: plan over bound", took / one.bound_s, NEAR))
-    for title, other in (("paging", others.paging), ("the seeds' policy", others.gh200_forks)):
+    for title, other in (("paging", others.paging), ("the GH200 forks' policy", others.gh200_forks)):
         if other is not None:
             transfers = other.link_s > one.compute_s
             found.append(_claim(f"{name}: times {title}", other.seconds / took, TWICE, goal and transfers))

@@ -118,7 +118,7 @@ def rows() -> list[ClaimRow]:
             found[background] = longer(run)
     return [
         at_most("a save in the background, share of a 0.5 s step", found[True][0], LIMIT_PERCENT, unit="%"),
-        noted("of it, CPU time of training: copying 16 MiB", found[True][1], unit="%"),
+        noted("… of which CPU time of the training thread: copying 16 MiB", found[True][1], unit="%"),
         noted("a save in the foreground, share of a 0.5 s step", found[False][0], unit="%"),
     ]
 

@@ -1,8 +1,8 @@
-"""What training in shards costs beside the model: milliseconds per micro-batch beyond a bare FSDP2 loop.
+"""The overhead of sharded training: milliseconds per micro-batch beyond a plain FSDP2 loop.
 
-Both rivals run in the same two processes, one thread each, and take turns: ours is the whole engine with
+Both rivals run in the same two processes, one thread each, and take turns. Ours is the whole training loop with
 `parallel.strategy: fsdp` and all weights trained; the peer is torch's `fully_shard` on each block of the same module,
-over tensors that lie ready in memory, its gradients added up in the last micro-batch of a window only.
+with tensors in memory and gradients summed only in the last micro-batch of a window.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def run_rank(folder: str, answer: Path) -> None:
 
 
 def _lighten(run: TrainingRun) -> None:
-    """Let the run train another module; data, caches, logs and reports stay as they are."""
+    """Replace the run's model by another module; data, caches, logs and reports stay as they are."""
     from supertuner.models.adapters.attach import TrainableExpert
     from supertuner.optim.optimizer_registry import build_optimizer
     from supertuner.step.window import ExpertState
 
-    (trainee,), sharing = run.expert_states, run.process_group.sharder
-    assert sharing is not None
-    module, expert = ResidualLinearModel(4, 256), trainee.expert
-    trained = sharing.shard_expert(TrainableExpert(expert.name, "full", module, dict(module.named_parameters())))
+    (expert_state,), sharder = run.expert_states, run.process_group.sharder
+    assert sharder is not None
+    module, expert = ResidualLinearModel(4, 256), expert_state.expert
+    trained = sharder.shard_expert(TrainableExpert(expert.name, "full", module, dict(module.named_parameters())))
     parameters = dict(trained.parameters)
     run.step_options = replace(run.step_options, denoise=denoise_with_scale)
     run.expert_states = (
@@ -73,7 +73,7 @@ def _lighten(run: TrainingRun) -> None:
 
 
 def _bare(run: TrainingRun) -> Callable[[int], None]:
-    """A window of the same mathematics as a person would write it down."""
+    """A function that trains one window with a plain loop of the same mathematics."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

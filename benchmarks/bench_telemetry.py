@@ -1,7 +1,7 @@
-"""What telemetry of memory takes from training: a sample, an event with its sinks, and a run's share, in 50 ms steps.
+"""The cost of memory telemetry: one sample, one event with its sinks, and its share of a run with 50 ms steps.
 
-The machine is this one, with its own kernel files. What NVML and CUPTI cost on a GPU is not known here; the last row
-stands for them: a source that takes 5 ms, which the ration must make rare.
+It reads the kernel files of this machine. The cost of NVML and CUPTI on a GPU is unknown here; the last row stands for
+them with a source that takes 5 ms, which the rate limit must call rarely.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def each_s(act: Callable[[int], object], calls: int) -> float:
 
 
 def percent(seconds: list[float]) -> FigureSpread:
-    """Of a step; the median, and the range over the rounds."""
+    """Seconds as percent of a step: the median and the range over the rounds."""
     shares = sorted(100 * s / STEP_S for s in seconds)
     return FigureSpread(shares[len(shares) // 2], shares[0], shares[-1])
 
@@ -53,7 +53,7 @@ def one_sample() -> ClaimRow:
 
 
 def one_event(folder: Path) -> ClaimRow:
-    """Before it is rationed: a sampler that has never sent is always due."""
+    """One event without the rate limit, which does not apply to the first event of a sampler."""
     with JsonLinesFile(folder / "events.jsonl") as events, TensorBoardSink(folder / "board") as board:
         sink, seconds = TeeSink(events, board), []
         for step in range(ROUNDS * 2):
@@ -66,7 +66,7 @@ def one_event(folder: Path) -> ClaimRow:
 
 
 class TimedSink:
-    """A sink in front of another, and the time that telemetry took with it."""
+    """A sink that passes events on and adds up the time of telemetry."""
 
     def __init__(self, ours: MemorySampler, sink: TeeSink | NullSink) -> None:
         self._ours, self._sink = ours, sink
@@ -84,7 +84,7 @@ class TimedSink:
 
 
 def whole_run(name: str, ours: MemorySampler, sink: TeeSink | NullSink, steps: int) -> ClaimRow:
-    """Steps that only wait, telemetry after each; the first event, which is never rationed, is not counted."""
+    """Steps that only sleep, with telemetry after each; the first event, which is not rate-limited, is not counted."""
     ours.emit(sink, 0)
     spent = TimedSink(ours, sink)
     taken = each_s(lambda number: spent.step(number + 1), steps) * steps

@@ -1,4 +1,4 @@
-"""Times rivals in interleaved rounds and prints ratios with their spread; a claim is a row whose limit is met or missed.
+"""Times rivals in interleaved rounds and prints ratios with their spread; a claim is a row with a limit, met or missed.
 
 A benchmark file has `rows() -> list[ClaimRow]`, which does the work, and `main() -> int`, which is `return
 report(rows())`:
@@ -60,7 +60,7 @@ class FigureSpread:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRow:
-    """One claim: a figure, its limit, and whether it is met; `met` is None without a limit or if it was not measured."""
+    """One claim: a figure, its limit, and whether it is met; `met` is None without a limit or if not measured."""
 
     name: str
     ratio: float

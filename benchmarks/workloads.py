@@ -108,9 +108,7 @@ def trace(name: str) -> StepTable:
     family, model, _ = describe_model(config.model)
     shape = EncoderShapeProbe(config, family, model).batch_shape(workload.samples, workload.media, workload.picture)
     expert = selected_experts(config, model)[0]
-    found = build_step_table(
-        trace_training_step(config, family, model, expert, shape, device=CudaDevice())
-    )
+    found = build_step_table(trace_training_step(config, family, model, expert, shape, device=CudaDevice()))
     other = found.weight_bytes + sum(block.state_bytes for block in found.blocks)
     return replace(found, idle_bytes=other if workload.both_experts else 0)
 

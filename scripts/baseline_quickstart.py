@@ -1,6 +1,7 @@
-"""`make baseline-check`: the quickstart beside a plain loop of diffusers and peft, by the ratios kept in baseline/.
+"""`make baseline-check`: compares the quickstart with a plain loop of diffusers and peft, by the ratios in baseline/.
 
-Ratios carry over between machines where times do not. `--capture` writes them anew, after a change that is meant.
+Ratios are comparable between machines; times are not. `--capture` measures and stores them again, after an intended
+change.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ SETS = (
     "validation.at_end=false",
     f"arena.home={WORK / 'arenas'}",
 )
-"""The ramp is short, so that most steps are of one kind; samples are no part of a step."""
+"""A short ramp, so that most steps have the same size; no validation, because it is not part of a step."""
 
 
 def arguments(capture: bool, more: list[str]) -> list[str]:
     config = prepare_data(WORK)
     peer = ROOT / "benchmarks" / "quickstart_peer.py"
-    sets = [word for one in SETS for word in ("--set", one)]
-    what = ["capture", "--replace", "--repeats", "5"] if capture else ["check"]
-    where = ["--dir", str(ROOT / "baseline"), "--peer", str(peer), "--steps", str(STEPS)]
-    return ["baseline", *what, "quickstart", str(config), *where, *sets, *more]
+    sets = [word for setting in SETS for word in ("--set", setting)]
+    command = ["capture", "--replace", "--repeats", "5"] if capture else ["check"]
+    options = ["--dir", str(ROOT / "baseline"), "--peer", str(peer), "--steps", str(STEPS)]
+    return ["baseline", *command, "quickstart", str(config), *options, *sets, *more]
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    main(arguments("--capture" in given, [word for word in given if word != "--capture"]))
+    words = sys.argv[1:]
+    main(arguments("--capture" in words, [word for word in words if word != "--capture"]))

@@ -1,9 +1,9 @@
-"""Proves that every run-time dependency installs on aarch64 (a GH200 is an ARM machine) from a wheel, or else how.
+"""Checks that every run-time dependency has a wheel for aarch64 (a GH200 is an ARM machine), or a stated fallback.
 
-The proof asks the package index, for each supported Python: is there a wheel for aarch64 Linux, or a pure one, of the
-version in constraints.txt? Dependencies of dependencies are followed, with their markers read as that machine would.
-The answer is kept in scripts/aarch64_wheels.json together with a digest of the question, so a check costs nothing until
-pyproject.toml or constraints.txt changes; then it is asked again, or with `--refresh`.
+For each supported Python it queries the package index for a wheel for aarch64 Linux, or a pure one, of the version in
+constraints.txt. It follows dependencies of dependencies and evaluates their markers for that machine. The result is
+stored in scripts/aarch64_wheels.json together with a digest of its inputs, so a check costs nothing until
+pyproject.toml or constraints.txt changes; `--refresh` queries the index again.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 PROOF = ROOT / "scripts/aarch64_wheels.json"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-# glibc 2.35 is Ubuntu 22.04's, the oldest system this proof is meant for: any manylinux tag up to it will load there.
+# glibc 2.35 is that of Ubuntu 22.04, the oldest supported system: any manylinux tag up to it loads there.
 PLATFORMS = ("manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in range(17, 36)))
-# The only installs allowed to come without a wheel: (package, Python) → what happens instead.
+# Installs that are allowed without a wheel: (package, Python) → what happens instead.
 FALLBACKS: Mapping[tuple[str, str], str] = {}
-# A pure package that every index has: if even this is not to be had, it is the index that is missing.
-ALWAYS_THERE = "pip"
+# A pure package that every index has: if it is not found, the index is unreachable.
+PROBE_PACKAGE = "pip"
 
 
 class PackageIndexUnreachable(Exception):
-    """The package index did not answer, so nothing is proved either way."""
+    """The package index did not answer, so nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,10 @@ class WheelInfo:
 
 
 def question_digest(pyproject: str, constraints: str, wheels: Mapping[str, Mapping[str, str]]) -> str:
-    """Changes when the answer may: requirements, the pins of all packages in the answer, Pythons and platforms.
+    """A digest of everything that the result depends on: requirements, pins of the packages in the result, Pythons,
+    platforms and fallbacks.
 
-    A package can only join the answer through one of these, so the versions of developers' tools do not matter.
+    A package can enter the result only through one of these, so the versions of development tools do not matter.
     """
     packages = {name for found in wheels.values() for name in found}
     pins = sorted(pin for name, pin in constraint_pins(constraints).items() if name in packages)
@@ -57,11 +58,10 @@ def question_digest(pyproject: str, constraints: str, wheels: Mapping[str, Mappi
 
 
 def runtime_requirements(project: Mapping[str, Any]) -> list[str]:
-    """What a user installs: the dependencies and every extra but the developers' own."""
+    """What a user installs: the dependencies and every extra except those for development."""
     extras = project.get("optional-dependencies", {})
-    return sorted(
-        {*project["dependencies"], *(line for name, lines in extras.items() if name not in ("dev", "docs") for line in lines)}
-    )
+    extra_lines = (line for name, lines in extras.items() if name not in ("dev", "docs") for line in lines)
+    return sorted({*project["dependencies"], *extra_lines})
 
 
 def constraint_pins(text: str) -> dict[str, str]:
@@ -70,12 +70,12 @@ def constraint_pins(text: str) -> dict[str, str]:
 
 
 def normal(name: str) -> str:
-    """The one spelling of a package's name: `PyYAML` and `pyyaml` are the same."""
+    """The canonical spelling of a package name: `PyYAML` and `pyyaml` are the same."""
     return str(canonicalize_name(name))
 
 
 def applies(requirement: Requirement, python: str, extras: Sequence[str]) -> bool:
-    """Whether that machine, with that Python, needs the requirement."""
+    """Whether an aarch64 Linux machine with that Python needs the requirement."""
     if requirement.marker is None:
         return True
     machine = {
@@ -93,13 +93,13 @@ def applies(requirement: Requirement, python: str, extras: Sequence[str]) -> boo
 
 
 def prove(requirements: Sequence[str], pins: Mapping[str, str], python: str) -> tuple[dict[str, str], list[str]]:
-    """(package → wheel file or fallback, what is missing), for one Python; dependencies are followed to the end."""
+    """(package → wheel file or fallback, missing packages) for one Python, including indirect dependencies."""
     found: dict[str, str] = {}
     missing: list[str] = []
     wave = {normal(r.name): r for r in map(Requirement, requirements) if applies(r, python, ())}
     while wave:
-        asked = {name: pins.get(name, f"{r.name}{r.specifier}") for name, r in wave.items()}
-        wheels = find_wheels(asked, python)
+        versions = {name: pins.get(name, f"{r.name}{r.specifier}") for name, r in wave.items()}
+        wheels = find_wheels(versions, python)
         following: dict[str, Requirement] = {}
         for name, requirement in wave.items():
             wheel = wheels.get(name)
@@ -107,7 +107,7 @@ def prove(requirements: Sequence[str], pins: Mapping[str, str], python: str) -> 
                 fallback = FALLBACKS.get((name, python))
                 found[name] = f"fallback: {fallback}"
                 if fallback is None:
-                    missing.append(f"{asked[name]} for Python {python}")
+                    missing.append(f"{versions[name]} for Python {python}")
                 continue
             found[name] = wheel.file
             for below in map(Requirement, wheel.requires):
@@ -117,21 +117,21 @@ def prove(requirements: Sequence[str], pins: Mapping[str, str], python: str) -> 
     return dict(sorted(found.items())), missing
 
 
-def find_wheels(asked: Mapping[str, str], python: str) -> dict[str, WheelInfo]:
-    """The wheels of these packages. They are asked for together; one that has none makes us ask one by one."""
-    together = ask_index(list(asked.values()), python)
+def find_wheels(versions: Mapping[str, str], python: str) -> dict[str, WheelInfo]:
+    """The wheels of these packages. One query asks for all; if it fails, each package is queried separately."""
+    together = query_index(list(versions.values()), python)
     if together is not None:
         return together
-    if ask_index([ALWAYS_THERE], python) is None:
+    if query_index([PROBE_PACKAGE], python) is None:
         raise PackageIndexUnreachable
     wheels: dict[str, WheelInfo] = {}
-    for requirement in asked.values():
-        wheels.update(ask_index([requirement], python) or {})
+    for requirement in versions.values():
+        wheels.update(query_index([requirement], python) or {})
     return wheels
 
 
-def ask_index(requirements: Sequence[str], python: str) -> dict[str, WheelInfo] | None:
-    """What pip would install on that machine, or None if one of them cannot be had as a wheel."""
+def query_index(requirements: Sequence[str], python: str) -> dict[str, WheelInfo] | None:
+    """What pip would install on that machine; None if one of the packages has no wheel."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
     with tempfile.TemporaryDirectory() as nowhere:
         options = [
@@ -160,8 +160,8 @@ def ask_index(requirements: Sequence[str], python: str) -> dict[str, WheelInfo] 
 def prove_all(pyproject: str, constraints: str) -> tuple[dict[str, dict[str, str]], list[str]]:
     requirements = runtime_requirements(tomllib.loads(pyproject)["project"])
     pins = constraint_pins(constraints)
-    print(f"aarch64: asking the package index about Python {', '.join(PYTHONS)}; this takes minutes")
-    if ask_index([ALWAYS_THERE], PYTHONS[0]) is None:
+    print(f"aarch64: querying the package index for Python {', '.join(PYTHONS)}; this takes minutes")
+    if query_index([PROBE_PACKAGE], PYTHONS[0]) is None:
         raise PackageIndexUnreachable
     with ThreadPoolExecutor(len(PYTHONS)) as pool:
         answers = list(pool.map(lambda python: prove(requirements, pins, python), PYTHONS))
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             wheels, missing = prove_all(pyproject, constraints)
         except PackageIndexUnreachable:
-            print("aarch64: the dependencies changed, and the package index is out of reach;", file=sys.stderr)
+            print("aarch64: the dependencies changed, but the package index is unreachable;", file=sys.stderr)
             print("run `python scripts/check_aarch64.py` with a network, and commit the result", file=sys.stderr)
             return 1
         if missing:

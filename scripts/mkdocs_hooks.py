@@ -1,4 +1,4 @@
-"""MkDocs hooks: links from the docs to files of the repository become plain text in the site, where those files are not.
+"""MkDocs hooks: links from the docs to repository files become plain text in the site, which does not contain them.
 
 In a checkout and on a forge such a link opens the file. A link to a file that does not exist stops the build.
 """

@@ -1,9 +1,9 @@
-"""Makes the tiny Wan2.2 base model of the quickstart: draws chalk shapes, trains the VAE, then both experts, and saves.
+"""Trains the tiny Wan2.2 base model of the quickstart: draws chalk shapes, trains the VAE and both experts, and saves.
 
     nice .venv/bin/python scripts/pretrain_tiny.py --out assets/tiny-wan22
 
-One seed and one number of threads give one set of weights on one kind of machine. The text encoder stays as it was
-drawn: its outputs for different words differ, and that is all the experts need of it.
+Equal seeds and numbers of threads give equal weights on the same kind of machine. The text encoder keeps its random
+weights: its outputs for different words differ, which is all that the experts need.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ BOUNDARY, SHIFT = 0.875, 3.0
 CHANNELS, TEXT_WIDTH = 8, 64
 WORDS = ("a", "an", *shapes.COLOURS, *shapes.SHAPES)
 LONGEST_TEXT = 512
-"""Tokens that the real pipeline pads captions to."""
+"""Length in tokens to which the real pipeline pads captions."""
 SPREAD = 0.1
-"""Of the noise on latents while the VAE learns: what differs less is not told apart."""
+"""Standard deviation of the noise on latents while the VAE is trained; smaller differences are not distinguished."""
 PART = 32
-"""Pixels of the side of a picture's part that the VAE learns from."""
+"""Side in pixels of the crops on which the VAE is trained."""
 SHORT_TEXT = 6
-"""Tokens that captions take in here, at least one of them padding."""
+"""Length in tokens of captions in this script; at least one token is padding."""
 UNNAMED = 0.1
-"""Share of samples with an empty caption, for guidance; again with one that names no colour, and no shape: so that each
-word comes to mean one thing."""
+"""Share of samples with an empty caption, for guidance; the same share names no colour, and the same share names no
+shape, so that each word gets its own meaning."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedCaptions:
-    """Every caption of the base, encoded once: rows of `tokens`, of which the first `lengths` are not padding."""
+    """Every caption of the base model, encoded once; the first `lengths` of each row of `tokens` are not padding."""
 
     texts: tuple[str, ...]
     tokens: torch.Tensor
@@ -60,7 +60,8 @@ class EncodedCaptions:
 
 
 class MergedPaddingAttnProcessor(WanAttnProcessor):  # type: ignore[misc]
-    """Attention to a short text with the result of a text padded to many tokens: equal keys add up to a bias."""
+    """Attention to a short text that gives the result of a text padded to many tokens: many equal keys are equivalent
+    to one key with a bias."""
 
     bias: torch.Tensor | None = None
 
@@ -76,38 +77,40 @@ class MergedPaddingAttnProcessor(WanAttnProcessor):  # type: ignore[misc]
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--out", type=Path, required=True, help="folder for the pipeline")
-    ask.add_argument("--seed", type=int, default=0)
-    ask.add_argument("--threads", type=int, default=1)
-    ask.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="those to train; others are as they are")
-    ask.add_argument("--vae-steps", type=int, default=4000)
-    ask.add_argument("--high-steps", type=int, default=2000)
-    ask.add_argument("--low-steps", type=int, default=4000)
-    given = ask.parse_args()
-    torch.set_num_threads(given.threads)
-    torch.manual_seed(given.seed)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the pipeline")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to train; the others stay as they are"
+    )
+    parser.add_argument("--vae-steps", type=int, default=4000)
+    parser.add_argument("--high-steps", type=int, default=2000)
+    parser.add_argument("--low-steps", type=int, default=4000)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
     pipeline = build()
-    if "vae" in given.parts:
+    if "vae" in options.parts:
         with flat_convolutions():
-            train_vae(pipeline.vae, given.vae_steps, given.seed)
-        save(pipeline, given.out, pipeline.components)
-    pipeline.register_modules(vae=AutoencoderKLWan.from_pretrained(given.out, subfolder="vae").float())  # as stored
-    drawn = shapes.random_drawings(shapes.chalk_pairs(), 160, Random(given.seed))
+            train_vae(pipeline.vae, options.vae_steps, options.seed)
+        save(pipeline, options.out, pipeline.components)
+    pipeline.register_modules(vae=AutoencoderKLWan.from_pretrained(options.out, subfolder="vae").float())  # as stored
+    drawn = shapes.random_drawings(shapes.chalk_pairs(), 160, Random(options.seed))
     with flat_convolutions():
         latents = encode(pipeline.vae, drawn)
     captions = encode_captions(pipeline)
-    levels = {"transformer": (BOUNDARY, 1.0), "transformer_2": (0.0, BOUNDARY)}
-    steps = {"transformer": given.high_steps, "transformer_2": given.low_steps}
-    for part in [part for part in given.parts if part in levels]:
+    sigma_ranges = {"transformer": (BOUNDARY, 1.0), "transformer_2": (0.0, BOUNDARY)}
+    steps = {"transformer": options.high_steps, "transformer_2": options.low_steps}
+    for part in [part for part in options.parts if part in sigma_ranges]:
         model = getattr(pipeline, part)
-        trained = train_expert(model, part, latents, drawn, captions, levels[part], steps[part], given.seed)
+        trained = train_expert(model, part, latents, drawn, captions, sigma_ranges[part], steps[part], options.seed)
         pipeline.register_modules(**{part: trained})
-        save(pipeline, given.out, [part, "text_encoder", "tokenizer", "scheduler"])
+        save(pipeline, options.out, [part, "text_encoder", "tokenizer", "scheduler"])
 
 
 def build() -> WanPipeline:
-    """The untrained pipeline. Weights come from torch's seed."""
+    """The untrained pipeline; its weights depend on torch's seed."""
     tokenizer = unigram_tokenizer(WORDS, LONGEST_TEXT)
     return WanPipeline(
         tokenizer=tokenizer,
@@ -147,9 +150,10 @@ def expert() -> WanTransformer3DModel:
 
 
 def one_frame_at_a_time(vae: AutoencoderKLWan) -> AutoencoderKLWan:
-    """Kernels over time see only the newest frame: pictures never train the rest, which would stay random.
+    """Make kernels over time use only the newest frame: single pictures never train the other slices, which would stay
+    random.
 
-    The encoder's own spread is made constant: at the start it would drown what the latents say.
+    The encoder's variance is made constant: at the start it would be larger than the signal in the latents.
     """
     with torch.no_grad():
         vae.quant_conv.weight[CHANNELS:] = 0
@@ -166,7 +170,7 @@ def one_frame_at_a_time(vae: AutoencoderKLWan) -> AutoencoderKLWan:
 
 @contextmanager
 def flat_convolutions() -> Iterator[None]:
-    """A single frame needs only the newest slice of a kernel over time: the same result in two thirds of the time."""
+    """Use only the newest slice of kernels over time for single frames: the same result in two thirds of the time."""
     whole = WanCausalConv3d.forward
 
     def flat(self: Any, x: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
@@ -184,21 +188,21 @@ def flat_convolutions() -> Iterator[None]:
 
 
 def train_vae(vae: AutoencoderKLWan, steps: int, seed: int, batch: int = 16) -> None:
-    """On shapes of any colour on any ground, most of the time on parts of pictures; then the config gets the latents'
-    mean and spread."""
+    """Train on shapes of all colours on any background, for most steps on crops; then store mean and standard deviation
+    of the latents in the config."""
     random = Random(seed)
     pictures = pixels(shapes.render_drawings([any_drawing(random) for _ in range(6000)]))
     optimizer = torch.optim.AdamW(vae.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.0)
-    chance = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     vae.train()
     for step, rate in rates(steps, 4e-3, "vae"):
         optimizer.param_groups[0]["lr"] = rate
-        wanted = pictures[torch.randint(len(pictures), (batch,), generator=chance)]
+        wanted = pictures[torch.randint(len(pictures), (batch,), generator=rng)]
         if step < 0.75 * steps:
-            top, left = torch.randint(shapes.SIDE_PIXELS - PART + 1, (2,), generator=chance).tolist()
+            top, left = torch.randint(shapes.SIDE_PIXELS - PART + 1, (2,), generator=rng).tolist()
             wanted = wanted[..., top : top + PART, left : left + PART]
         mean = vae.encode(wanted).latent_dist.mean
-        got = vae.decode(mean + SPREAD * torch.randn(mean.shape, generator=chance)).sample
+        got = vae.decode(mean + SPREAD * torch.randn(mean.shape, generator=rng)).sample
         away = (got - wanted).abs().mean() + 2 * (got - wanted).square().mean()
         descend(optimizer, away + 1e-3 * mean.square().mean(), vae)
         if step % 100 == 0:
@@ -211,7 +215,7 @@ def train_vae(vae: AutoencoderKLWan, steps: int, seed: int, batch: int = 16) -> 
 
 
 def any_drawing(random: Random) -> shapes.ShapeDrawing:
-    """A drawing of a known colour, on paper or on any ground."""
+    """A drawing of a known colour on paper or on a random background."""
     shape, named = random.choice(shapes.SHAPES), random.choice(list(shapes.COLOURS))
     anything = (random.randrange(256), random.randrange(256), random.randrange(256))
     ground = random.choice([shapes.PAPER, shapes.PAPER, anything])
@@ -225,57 +229,57 @@ def train_expert(
     latents: torch.Tensor,
     drawn: Sequence[shapes.ShapeDrawing],
     captions: EncodedCaptions,
-    levels: tuple[float, float],
+    sigma_range: tuple[float, float],
     steps: int,
     seed: int,
     batch: int = 32,
 ) -> WanTransformer3DModel:
-    """Flow matching on the levels of one expert. What is returned has the average of the weights."""
-    chance = torch.Generator().manual_seed(seed)
-    named = torch.tensor([captions.row(one.caption) for one in drawn])
-    no_colour = torch.tensor([captions.row(shapes.caption(one.shape)) for one in drawn])
-    no_shape = torch.tensor([captions.row(shapes.caption(one.colour)) for one in drawn])
+    """Flow matching on the sigmas of one expert. Returns a model with the averaged weights."""
+    rng = torch.Generator().manual_seed(seed)
+    named = torch.tensor([captions.row(drawing.caption) for drawing in drawn])
+    no_colour = torch.tensor([captions.row(shapes.caption(drawing.shape)) for drawing in drawn])
+    no_shape = torch.tensor([captions.row(shapes.caption(drawing.colour)) for drawing in drawn])
     padding = MergedPaddingAttnProcessor()
     for block in model.blocks:
         block.attn2.set_processor(padding)
     average = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.01)
     model.train()
-    told = 0.0
+    smoothed_loss = 0.0
     for step, rate in rates(steps, 2e-3, name):
         optimizer.param_groups[0]["lr"] = rate
-        rows = torch.randint(len(latents), (batch,), generator=chance)
-        kind = torch.rand(batch, generator=chance)
+        rows = torch.randint(len(latents), (batch,), generator=rng)
+        kind = torch.rand(batch, generator=rng)
         words = torch.where(kind < 3 * UNNAMED, no_shape[rows], named[rows])
         words = torch.where(kind < 2 * UNNAMED, no_colour[rows], words)
         words = torch.where(kind < UNNAMED, captions.row(""), words)
-        padded = round(math.exp(torch.rand(1, generator=chance).item() * math.log(LONGEST_TEXT / 8)) * 8)
+        padded = round(math.exp(torch.rand(1, generator=rng).item() * math.log(LONGEST_TEXT / 8)) * 8)
         padding.bias = padding_bias(captions.lengths[words], padded)
-        level = draw_levels(torch.rand(batch, generator=chance), levels)
-        clean, noise = latents[rows], torch.randn(latents[rows].shape, generator=chance)
-        share = level.view(-1, 1, 1, 1, 1)
-        guess = model((1 - share) * clean + share * noise, level * 1000, captions.tokens[words]).sample
+        sigma = draw_sigmas(torch.rand(batch, generator=rng), sigma_range)
+        clean, noise = latents[rows], torch.randn(latents[rows].shape, generator=rng)
+        share = sigma.view(-1, 1, 1, 1, 1)
+        guess = model((1 - share) * clean + share * noise, sigma * 1000, captions.tokens[words]).sample
         loss = (guess - (noise - clean)).square().mean()
         descend(optimizer, loss, model)
         with torch.no_grad():
             torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 / min(step + 1, 500))
-        told += (loss.item() - told) / min(step + 1, 200)
+        smoothed_loss += (loss.item() - smoothed_loss) / min(step + 1, 200)
         if step % 200 == 0:
-            print(f"  {name} {step}: {told:.4f}", flush=True)
+            print(f"  {name} {step}: {smoothed_loss:.4f}", flush=True)
     for block in average.blocks:
         block.attn2.set_processor(WanAttnProcessor())
     return average.eval()
 
 
-def draw_levels(uniform: torch.Tensor, levels: tuple[float, float]) -> torch.Tensor:
-    """As often as the sampler visits them: uniform times, shifted, in the expert's range."""
-    low, high = (level / (SHIFT - (SHIFT - 1) * level) for level in levels)
+def draw_sigmas(uniform: torch.Tensor, sigma_range: tuple[float, float]) -> torch.Tensor:
+    """Sigmas distributed as the sampler visits them: uniform times, shifted, in the expert's range."""
+    low, high = (sigma / (SHIFT - (SHIFT - 1) * sigma) for sigma in sigma_range)
     times = low + (high - low) * uniform
     return SHIFT * times / (1 + (SHIFT - 1) * times)
 
 
 def padding_bias(lengths: torch.Tensor, padded: int) -> torch.Tensor:
-    """What the few padding tokens of the short texts are worth when there are `padded` tokens in all."""
+    """The attention bias that makes the few padding tokens of a short text equivalent to padding to `padded` tokens."""
     worth = torch.log((padded - lengths) / (SHORT_TEXT - lengths)).view(-1, 1)
     is_padding = torch.arange(SHORT_TEXT).view(1, -1) >= lengths.view(-1, 1)
     return torch.where(is_padding, worth, 0.0)[:, None, None, :]
@@ -289,7 +293,7 @@ def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor, module: nn.Mod
 
 
 def rates(steps: int, peak: float, what: str) -> Iterator[tuple[int, float]]:
-    """Steps with their learning rates: warm-up, then half a cosine. Tells how long it took."""
+    """(step, learning rate) of each step: warm-up, then half a cosine. Prints the duration at the end."""
     began = time.monotonic()
     for step in range(steps):
         yield step, peak * min(1.0, (step + 1) / 100) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / steps)))
@@ -297,13 +301,13 @@ def rates(steps: int, peak: float, what: str) -> Iterator[tuple[int, float]]:
 
 
 def pixels(pictures: np.ndarray[Any, np.dtype[np.uint8]]) -> torch.Tensor:
-    """NHWC bytes → NCFHW from -1 to 1, of one frame."""
+    """NHWC bytes → NCFHW in [-1, 1] with one frame."""
     return torch.from_numpy(pictures).permute(0, 3, 1, 2).unsqueeze(2).float() / 127.5 - 1
 
 
 @torch.no_grad()
 def encode(vae: AutoencoderKLWan, drawn: Sequence[shapes.ShapeDrawing]) -> torch.Tensor:
-    """Latents of drawings, by the VAE's mean and spread."""
+    """Latents of drawings, normalised with the VAE's mean and standard deviation."""
     mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
     std = torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
     parts = [
@@ -324,7 +328,7 @@ def encode_captions(pipeline: WanPipeline) -> EncodedCaptions:
 
 
 def save(pipeline: WanPipeline, folder: Path, parts: Collection[str]) -> None:
-    """The named parts, and the pipeline's index; weights in half precision, as models on the hub are."""
+    """Save the named parts and the pipeline's index; weights in half precision, as for models on the hub."""
     for part in parts:
         component = getattr(pipeline, part)
         stored = copy.deepcopy(component).half() if part in PARTS else component
@@ -333,7 +337,7 @@ def save(pipeline: WanPipeline, folder: Path, parts: Collection[str]) -> None:
     for name, key, value in (
         ("model_index.json", "tokenizer", ["transformers", "PreTrainedTokenizerFast"]),
         ("tokenizer/tokenizer_config.json", "tokenizer_class", "PreTrainedTokenizerFast"),
-    ):  # the name that transformers 4 and 5 both know
+    ):  # a class name that both transformers 4 and 5 know
         described = json.loads((folder / name).read_text()) | {key: value}
         (folder / name).write_text(json.dumps(described, indent=2) + "\n")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with SuperTuner and its development tools in it; does nothing when nothing changed.
+# Creates a virtual environment with SuperTuner and its development tools; does nothing if nothing changed.
 #
 # usage: scripts/setup.sh FOLDER      PYTHON=python3.12 chooses the interpreter (default: python3)
 #
-# What "changed" means is content, not dates: the stamp inside the environment holds a digest of pyproject.toml, setup.py,
-# constraints.txt, the C files, this script and the folder itself (an environment that was moved does not work).
+# Changes are detected by content, not by dates: the stamp in the environment is a digest of pyproject.toml, setup.py,
+# constraints.txt, the C files, this script and the path (an environment that was moved does not work).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:?usage: scripts/setup.sh FOLDER}
@@ -13,7 +13,7 @@ stamp=$venv/.supertuner-setup
 
 fail() { echo "setup: $*" >&2; exit 1; }
 
-digest=$( { cat pyproject.toml setup.py constraints.txt scripts/setup.sh supertuner/core/*.c supertuner/memory/overflow/*.[ch] supertuner/optim/automagic/*.c; pwd; } | sha256sum | cut -d ' ' -f 1)
+digest=$( { cat pyproject.toml setup.py constraints.txt scripts/setup.sh supertuner/core/*.c supertuner/memory/overflow_allocator/*.[ch] supertuner/optim/automagic/*.c; pwd; } | sha256sum | cut -d ' ' -f 1)
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
 
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$digest" ] && [ -x "$venv/bin/supertuner" ]; then
@@ -23,15 +23,15 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$digest" ] && [ -x "$venv/bin/super
 fi
 
 python=${asked:-python3}
-command -v "$python" >/dev/null || fail "there is no '$python' here; install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python3"
+command -v "$python" >/dev/null || fail "'$python' is not installed; install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python3"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
     || fail "'$python' is Python $(version_of "$python"); 3.11 or newer is needed: make setup PYTHON=python3.12"
 "$python" -c 'import venv, ensurepip' 2>/dev/null \
-    || fail "'$python' cannot make virtual environments; install its venv package (python3-venv on Debian and Ubuntu)"
+    || fail "'$python' cannot create virtual environments; install its venv package (python3-venv on Debian and Ubuntu)"
 
-# An environment of another Python, or one whose interpreter is gone, is made anew.
+# An environment of another Python version, or without its interpreter, is created again.
 if [ ! -x "$venv/bin/python" ] || ! [ "$(version_of "$venv/bin/python" 2>/dev/null)" = "$(version_of "$python")" ]; then
-    echo "setup: making $venv with Python $(version_of "$python")"
+    echo "setup: creating $venv with Python $(version_of "$python")"
     "$python" -m venv --clear "$venv"
 fi
 rm -f "$stamp"
@@ -39,8 +39,8 @@ rm -f "$stamp"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 torch=$(grep -E '^torch==' constraints.txt)
 
-# torch first and alone: once it is there at the tested version, nothing that follows can pull in another build of it.
-echo "setup: installing $torch (the largest part; minutes on a slow line)"
+# torch first: once the tested version is installed, no other package can pull in another build of it.
+echo "setup: installing $torch (the largest part; minutes on a slow connection)"
 pip install -qq -c constraints.txt "$torch"
 echo "setup: installing SuperTuner and its tools (about a minute the first time)"
 pip install -qq -c constraints.txt -e '.[train,dev,docs]'

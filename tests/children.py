@@ -1,6 +1,6 @@
-"""Child processes that compute: forked in milliseconds, from a process that has the libraries and never used them.
+"""Starts child processes in milliseconds, forked from a server that has imported the libraries and computed nothing.
 
-A child of a process that computed may wait for ever in OpenMP or in MKL, whose threads it does not have.
+A child forked from a process that has computed may deadlock in OpenMP or MKL, because it lacks their threads.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["tests.train.encoding.encoding_helpers", "tests.distributed.warm"])
 
 
-def begin(work: Callable[..., None], *of: object) -> ForkServerProcess:
-    """`work(*of)` in a child process; `work` is a function of a module, and `of` can be pickled."""
-    child = _server.Process(target=work, args=of, daemon=True)
+def begin(work: Callable[..., None], *arguments: object) -> ForkServerProcess:
+    """Run `work(*arguments)` in a child process; `work` is a module-level function and the arguments are picklable."""
+    child = _server.Process(target=work, args=arguments, daemon=True)
     child.start()
     return child
 
 
 def kill(child: ForkServerProcess) -> int:
-    """Kill it at once; its exit code, 0 if it had ended before."""
+    """Kill the child. Returns its exit code, which is 0 if it had already ended."""
     assert child.pid is not None
     if child.exitcode is None:
         os.kill(child.pid, signal.SIGKILL)
@@ -31,7 +31,7 @@ def kill(child: ForkServerProcess) -> int:
 
 
 def ended(child: ForkServerProcess) -> int:
-    """Wait for it; its exit code. It is not left behind where the test is ended before."""
+    """Wait for the child and return its exit code. If the wait is interrupted, the child is killed."""
     try:
         child.join()
     except BaseException:

@@ -7,9 +7,9 @@ be installed (a compiler, strace, a mount).
 A shell starts its background jobs with SIGINT ignored, nohup starts its command with SIGHUP ignored, and children
 inherit that; tests of Ctrl-C and of a closed terminal need the default handlers.
 
-Training collects garbage whenever it drops a model. With all libraries imported, each collection would traverse millions
-of live objects, which took a third of the suite's time. Therefore objects that are alive when a test begins are frozen
-(`gc.freeze`), and a collection looks only at objects that the test created.
+Training collects garbage whenever it drops a model. With all libraries imported, each collection would traverse
+millions of live objects, which took a third of the suite's time. Therefore objects that are alive when a test begins
+are frozen (`gc.freeze`), and a collection looks only at objects that the test created.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A file system that is soon full, for tests of what happens then."""
+"""A fixture with a file system of one megabyte, for tests of a full disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of one megabyte."""
+    """A mounted tmpfs of one megabyte."""
     place = tmp_path / "small"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(place)]

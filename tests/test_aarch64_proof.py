@@ -51,7 +51,7 @@ def test_a_changed_dependency_without_a_network_is_a_clear_failure(tmp_path: Pat
     constraints.write_text(constraints.read_text().replace("\nnumpy==", "\nnumpy==0.0."))
     done = run_offline(tmp_path)
     assert done.returncode == 1
-    assert "the dependencies changed, and the package index is out of reach" in done.stderr
+    assert "the dependencies changed, but the package index is unreachable" in done.stderr
     assert "with a network, and commit the result" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -36,6 +36,7 @@ from supertuner.core.errors import (
     PeerError,
 )
 from supertuner.core.events import ProgressPhase, WarningEvent
+from supertuner.core.waiting import waiting_for_other_ranks
 
 _WAIT_S = 0.5
 
@@ -113,7 +114,8 @@ class CacheStore:
         peers = self.context.peers if share_with_peers else NO_PEERS
         entries_made = 0
         while len(self.missing_indices(request.keys)):
-            build = self._acquire_build(stop, peers)
+            with waiting_for_other_ranks(f"another process that encodes {self.namespace.kind}"):  # for the watchdog
+                build = self._acquire_build(stop, peers)
             if build is None:
                 continue
             with build:
@@ -345,11 +347,12 @@ def _fill_from_queue(
         writer.write_entries(build, queue.claim_chunks(), phase, stop)
         queue.finish_working()
         is_working = False
-        while (state := queue.state()).active_workers:
-            if stop():
-                raise FillStopped
-            phase.check_and_advance()
-            time.sleep(POLL_S)
+        with waiting_for_other_ranks("cache entries that other processes are making"):  # for the watchdog
+            while (state := queue.state()).active_workers:
+                if stop():
+                    raise FillStopped
+                phase.check_and_advance()
+                time.sleep(POLL_S)
         phase.check_and_advance()
         return not state.was_abandoned
     except BaseException as error:

@@ -6,6 +6,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from tests.architecture.code_rules import tree_of
 
@@ -133,7 +134,7 @@ def folder_cycles(imported: dict[str, set[str]]) -> list[str]:
     more, so `train/*.py` may import `train/offload/`, or the other way round, but not both.
     """
     found = []
-    for package in sorted({path.rpartition("/")[0] for path in imported} - {""}):
+    for package in sorted({str(folder) for path in imported for folder in PurePosixPath(path).parents} - {"."}):
         graph: dict[str, set[str]] = {}
         for path, targets in imported.items():
             for target in targets:

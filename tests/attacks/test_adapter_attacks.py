@@ -1,4 +1,4 @@
-"""Files of adapters with tensors of any size: understood, or refused in words; never a traceback, never a torn file."""
+"""Adapter files with tensors of any size: they are read, or raise ModelError; no other exception, no partial file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def files(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(files(), st.sampled_from([name for name, scheme in KEY_SCHEMES.items() if not scheme.marks_experts]))
-def test_tensors_of_any_size_are_converted_or_refused(tensors: dict[str, torch.Tensor], target: str) -> None:
+def test_tensors_of_any_size_are_converted_or_raise_an_error(tensors: dict[str, torch.Tensor], target: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder) / "a.safetensors", Path(folder) / "b.safetensors"
         save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, source)
@@ -64,7 +64,9 @@ def test_tensors_of_any_size_are_converted_or_refused(tensors: dict[str, torch.T
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(files(), SIZES)
 @example({f"diffusion_model.blocks.0.self_attn.q.lokr_w{one}": torch.tensor(0.0) for one in (1, 2)}, ())
-def test_tensors_of_any_size_are_merged_or_refused(tensors: dict[str, torch.Tensor], size: tuple[int, ...]) -> None:
+def test_tensors_of_any_size_are_merged_or_raise_an_error(
+    tensors: dict[str, torch.Tensor], size: tuple[int, ...]
+) -> None:
     found = {key: split_tensor_name(key) for key in tensors}
     named = {spell_tensor(one[1], "kohya"): tensors[key] for key, one in found.items() if one is not None}
     assert len(named) == len(tensors)

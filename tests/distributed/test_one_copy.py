@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -73,8 +72,7 @@ def test_a_failing_stager_ends_every_rank_with_its_error(tmp_path: Path, files: 
 def test_a_killed_stager_ends_every_rank_and_the_next_start_stages(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"instance_data_dir": pictures(tmp_path / "images", 3)})
     with launched_ranks(3, stage, tmp_path, config, "staging") as ranks:
-        while not (tmp_path / "waiting").exists():
-            time.sleep(0.01)
+        ranks.wait_for(tmp_path / "waiting")
         pid = ranks.pids[0]
         ranks.signal(0, signal.SIGKILL)
         outcomes = ranks.ended()
@@ -138,8 +136,7 @@ def test_a_failing_or_killed_encoder_ends_every_rank(tmp_path: Path, wan, mode: 
     config = config_of(tmp_path, changing)
     with launched_ranks(2, refuse, tmp_path, config, Path(wan[1].source.path), rank, then) as ranks:
         if then == "wait":
-            while not (tmp_path / "waiting").exists():
-                time.sleep(0.01)
+            ranks.wait_for(tmp_path / "waiting")
             ranks.signal(rank, signal.SIGKILL)
         outcomes = ranks.ended()
     other = outcomes[1 - rank].error or ""

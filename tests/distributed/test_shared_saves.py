@@ -31,13 +31,13 @@ def test_all_ranks_name_the_rank_that_cannot_write_its_shard_and_the_last_checkp
 ) -> None:
     found = run_launched(2, failing, a_config(folder, f"full-{bad}"), bad)
     for rank, one in enumerate(found):
-        assert one.steps == [[0], [0], [0]], "after the first, and whatever became of the others"
+        assert one.steps == [[0], [0], [0]], "only the first save succeeded"
         assert len(one.errors) == 1 and "checkpoint of step 2 cannot be saved" in one.errors[0], one.errors
         assert "File too large" in one.errors[0] and "/checkpoints/.saving-step-00000002/" in one.errors[0]
         assert rank == bad or f"rank {bad}: " in one.errors[0]
         assert one.messages[-1] == "step-00000000"
     ((made, why),) = found[0].answers
-    assert made is None and ("File too large" in why if bad == 0 else "another process could not write its part" in why)
+    assert made is None and ("File too large" in why if bad == 0 else "another rank could not write its shard" in why)
     assert found[1].answers == []
     assert any("request checkpoint" in line and "File too large" in line for line in found[0].messages)
 

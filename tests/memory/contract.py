@@ -2,7 +2,7 @@
 
 A test file provides a fixture `bench` (see `DriverBench`) and a class that inherits `DriverContract`. Sources: CUDA's
 documentation of cuMemAdvise, cuMemPrefetchAsync, cuMemRangeGetAttribute and cuMemDiscardBatchAsync; where it is silent,
-docs/model.md. A test that only the emulator passes shows a bug in the emulator.
+docs/emulator.md. A test that only the emulator passes shows a bug in the emulator.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.fake_libraries import HERE, MIB, ROOT, WARNINGS, build_library, environment, libcuda_sources
 
-PROGRAM = ROOT / "tests/memory/overflow/overflow_threads.c"
+PROGRAM = ROOT / "tests/memory/overflow_allocator/overflow_threads.c"
 
 
 def run_threads(sanitizer: str, operations: int, timeout_s: float) -> str:

@@ -1,1 +1,1 @@
-"""To be written."""
+"""Tests of `supertuner.models`."""

@@ -1,4 +1,4 @@
-"""A hub of our own on this machine: the few answers of the real one that fetching a model needs, and its refusals."""
+"""A local server with the few answers of the Hugging Face hub that downloading a model needs, and its errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFUSALS = {
     "somebody/broken": (500, ""),
     "somebody/token": (401, ""),
 }
-"""Repositories that exist for nobody, and what the server says of them."""
+"""Repositories that cannot be read → the server's status and error code."""
 GATED = "somebody/gated"
 
 
@@ -59,7 +59,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             self._answer(body=False)
 
         def log_message(self, *_: object) -> None:
-            """Nothing: the tests look at `asked`."""
+            """Log nothing: the tests read `FakeHub.requests`."""
 
         def _answer(self, body: bool) -> None:
             path = urlparse(self.path).path

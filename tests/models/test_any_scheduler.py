@@ -1,4 +1,4 @@
-"""A model's folder may name any scheduler that diffusers ships: its table gives weights, or it is refused in words."""
+"""A model with any scheduler of diffusers is weighted by its table, or raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ TRAINED = {"DDPMScheduler", "DDIMScheduler", "EulerDiscreteScheduler", "UniPCMul
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("sdxl") / "any"
-    write_pipeline(TinySdxl(), made, 0)
-    return made
+    pipeline_folder = tmp_path_factory.mktemp("sdxl") / "any"
+    write_pipeline(TinySdxl(), pipeline_folder, 0)
+    return pipeline_folder
 
 
 def with_scheduler(folder: Path, name: str) -> ModelSource:
@@ -37,14 +37,14 @@ def with_scheduler(folder: Path, name: str) -> ModelSource:
     return ModelSource(str(folder))
 
 
-def test_there_are_schedulers_to_go_through() -> None:
+def test_there_are_schedulers_to_test() -> None:
     assert len(SCHEDULERS) > 40 and set(SCHEDULERS) >= TRAINED
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # some schedulers use numpy in ways that it will give up
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # some schedulers use deprecated functions of numpy
 @pytest.mark.parametrize("weighting", ["min_snr", "debiased"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_folder_with_any_scheduler_is_weighted_or_refused_in_words(folder: Path, name: str, weighting: str) -> None:
+def test_any_scheduler_gives_weights_or_an_error_with_the_reason(folder: Path, name: str, weighting: str) -> None:
     try:
         model = load_family("sdxl").read_model(with_scheduler(folder, name))
     except ModelError as error:

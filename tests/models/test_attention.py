@@ -1,4 +1,4 @@
-"""Attention backends: the right one is used, and one that cannot train here is refused by name."""
+"""Attention backends: the chosen one is used, and one that cannot train here raises an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["native", "_native_math", "NATIVE", "sdpa", "math"])
-def test_what_torch_has_itself_can_train_here(name: str) -> None:
+def test_torchs_own_backends_can_train_here(name: str) -> None:
     require_backend(name, CPU)
 
 
@@ -31,22 +31,24 @@ def test_what_torch_has_itself_can_train_here(name: str) -> None:
         ("flash-hub", "kernels"),
     ],
 )
-def test_a_backend_that_is_not_installed_is_refused_with_what_it_needs(name: str, package: str) -> None:
+def test_a_backend_that_is_not_installed_raises_an_error_with_its_package(name: str, package: str) -> None:
     with pytest.raises(ModelError) as caught:
         require_backend(name, CPU)
     assert (
-        repr(name) in str(caught.value) and package in str(caught.value) and '"native" always can' in str(caught.value)
+        repr(name) in str(caught.value)
+        and package in str(caught.value)
+        and 'set model.attention: "native"' in str(caught.value)
     )
 
 
 @pytest.mark.parametrize("name", ["flex", "_native_cudnn"])
-def test_a_backend_that_cannot_train_on_this_device_is_refused(name: str) -> None:
+def test_a_backend_that_cannot_train_on_this_device_raises_an_error(name: str) -> None:
     with pytest.raises(ModelError, match="cannot train on this machine"):
         require_backend(name, CPU)
 
 
-def test_a_backend_without_a_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as sage, which only computes forwards: here torch's own with its gradient cut off takes that place."""
+def test_a_backend_without_a_gradient_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example sage, which has no backward pass; here torch's own with a detached output takes its place."""
     backends = attention_dispatch._AttentionBackendRegistry._backends
     native = backends[attention_dispatch.AttentionBackendName.NATIVE]
 
@@ -66,16 +68,16 @@ def test_a_misspelt_backend_gets_a_suggestion(name: str, guess: str) -> None:
 
 
 def test_an_unknown_backend_gets_the_list() -> None:
-    with pytest.raises(ModelError, match=r"there are .*native"):
+    with pytest.raises(ModelError, match=r"use one of .*native"):
         require_backend("something_else_entirely", CPU)
 
 
-def test_every_alias_leads_to_a_backend_of_diffusers() -> None:
+def test_every_alias_names_a_backend_of_diffusers() -> None:
     assert set(ALIASES.values()) <= {backend.value for backend in attention_dispatch.AttentionBackendName}
 
 
 @pytest.mark.parametrize("which", ["wan2.2", "flux"])
-def test_a_module_computes_with_the_backend_it_was_given_and_others_keep_theirs(
+def test_a_module_uses_its_backend_and_other_modules_keep_theirs(
     which: str, tiny_wan: ModelSource, tiny_flux: ModelSource
 ) -> None:
     one = load_family(which)

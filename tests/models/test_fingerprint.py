@@ -1,4 +1,4 @@
-"""The identity of an encoder: every byte and every name counts, and no memo can make it wrong."""
+"""Fingerprints of encoder files: every byte and every name counts, and no memo can make them wrong."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def flip(file: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("memo", [None, "memo.json"])
-def test_one_changed_byte_of_any_file_changes_it(files: list[Path], tmp_path: Path, memo: str | None) -> None:
+def test_one_changed_byte_of_any_file_changes_the_fingerprint(
+    files: list[Path], tmp_path: Path, memo: str | None
+) -> None:
     remembered = tmp_path / memo if memo else None
     seen = {fingerprint(files, remembered)}
     for file in files:
@@ -39,7 +41,7 @@ def test_one_changed_byte_of_any_file_changes_it(files: list[Path], tmp_path: Pa
     assert len(seen) == len(files) + 1
 
 
-def test_one_changed_config_entry_changes_it(files: list[Path]) -> None:
+def test_one_changed_config_entry_changes_the_fingerprint(files: list[Path]) -> None:
     before = fingerprint(files, None)
     config = next(file for file in files if file.name == "config.json")
     entries = json.loads(config.read_text())
@@ -47,7 +49,7 @@ def test_one_changed_config_entry_changes_it(files: list[Path]) -> None:
     assert fingerprint(files, None) != before
 
 
-def test_a_renamed_or_missing_file_changes_it_and_the_order_does_not(files: list[Path]) -> None:
+def test_a_renamed_or_missing_file_changes_the_fingerprint_and_the_order_does_not(files: list[Path]) -> None:
     before = fingerprint(files, None)
     assert fingerprint(files[::-1], None) == before
     assert fingerprint(files[1:], None) != before
@@ -55,7 +57,7 @@ def test_a_renamed_or_missing_file_changes_it_and_the_order_does_not(files: list
     assert fingerprint([renamed, *files[1:]], None) != before
 
 
-def test_a_touched_file_is_the_same_with_and_without_its_memo(files: list[Path], tmp_path: Path) -> None:
+def test_a_new_modification_time_does_not_change_the_fingerprint(files: list[Path], tmp_path: Path) -> None:
     memo = tmp_path / "deep" / "memo.json"
     before = fingerprint(files, memo)
     for file in files:
@@ -65,7 +67,7 @@ def test_a_touched_file_is_the_same_with_and_without_its_memo(files: list[Path],
     assert fingerprint(files, memo) == before
 
 
-def test_what_is_remembered_is_not_read_again(files: list[Path], tmp_path: Path) -> None:
+def test_files_in_the_memo_are_not_read_again(files: list[Path], tmp_path: Path) -> None:
     memo = tmp_path / "memo.json"
     before = fingerprint(files, memo)
     written = memo.stat().st_mtime_ns
@@ -85,7 +87,7 @@ def test_what_is_remembered_is_not_read_again(files: list[Path], tmp_path: Path)
     "damage",
     [b"", b"{", b"[1]", b'{"format": 1}', b'{"format": 1, "files": {"x": {"a": 2}}}', b'{"format": 99}', b"\xff"],
 )
-def test_a_damaged_memo_is_ignored_and_written_anew(files: list[Path], tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_memo_is_ignored_and_rewritten(files: list[Path], tmp_path: Path, damage: bytes) -> None:
     memo = tmp_path / "memo.json"
     before = fingerprint(files, memo)
     good = memo.read_bytes()
@@ -94,20 +96,20 @@ def test_a_damaged_memo_is_ignored_and_written_anew(files: list[Path], tmp_path:
     assert memo.read_bytes() == good
 
 
-def test_a_memo_keeps_what_it_knows_of_other_files(files: list[Path], tmp_path: Path) -> None:
+def test_a_memo_keeps_its_entries_of_other_files(files: list[Path], tmp_path: Path) -> None:
     memo = tmp_path / "memo.json"
     fingerprint(files[:1], memo)
     fingerprint(files[1:], memo)
     assert set(json.loads(memo.read_text())["files"]) == {str(file.resolve()) for file in files}
 
 
-def test_a_link_has_the_identity_of_what_it_points_to(files: list[Path], tmp_path: Path) -> None:
+def test_a_link_has_the_fingerprint_of_its_target(files: list[Path], tmp_path: Path) -> None:
     links = tmp_path / "links" / files[0].parent.name
     links.mkdir(parents=True)
     (links / files[0].name).symlink_to(files[0])
     assert fingerprint([links / files[0].name], None) == fingerprint(files[:1], None)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_raises_an_error_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"gone.safetensors cannot be read: No such file"):
         fingerprint([tmp_path / "gone.safetensors"], None)

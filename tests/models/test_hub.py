@@ -1,4 +1,4 @@
-"""Models by their name on the hub: fetched sparingly, pinned, and every refusal in words a person can act on."""
+"""Models on the hub: only needed files are downloaded, the revision is pinned, and every error names the remedy."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def hub_of(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield hub
 
 
-def refusal(source: ModelSource) -> str:
+def read_error(source: ModelSource) -> str:
     with pytest.raises(ModelError) as caught:
         load_family(WAN).read_model(source)
     assert SECRET not in str(caught.value)
     return str(caught.value)
 
 
-def test_reading_a_model_fetches_its_configs_and_no_weights(hub: FakeHub) -> None:
+def test_reading_a_model_downloads_its_configs_and_no_weights(hub: FakeHub) -> None:
     model = load_family(WAN).read_model(ModelSource("somebody/model"))
     assert [expert.name for expert in model.experts] == ["high_noise", "low_noise"]
     assert not [asked for asked in hub.requests if asked.endswith(".safetensors")]
@@ -58,7 +58,7 @@ def test_reading_a_model_fetches_its_configs_and_no_weights(hub: FakeHub) -> Non
     ids=lambda case: case.name,
     indirect=True,
 )
-def test_parts_of_other_families_come_from_the_hub_to_the_bit(
+def test_components_of_all_families_from_the_hub_are_equal_to_the_bit(
     written: WrittenPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
@@ -78,7 +78,7 @@ def test_a_model_is_pinned_to_the_commit_that_was_read(hub: FakeHub) -> None:
     assert model.source.revision == COMMIT
 
 
-def test_a_part_is_fetched_when_it_is_needed_and_only_once(hub: FakeHub) -> None:
+def test_a_component_is_downloaded_when_it_is_needed_and_only_once(hub: FakeHub) -> None:
     wan = load_family(WAN)
     model = wan.read_model(ModelSource("somebody/model"))
     wan.build_media_encoder(model, torch.device("cpu"))
@@ -89,7 +89,7 @@ def test_a_part_is_fetched_when_it_is_needed_and_only_once(hub: FakeHub) -> None
     assert not hub.requests
 
 
-def test_weights_in_several_files_are_fetched_by_their_index(hub: FakeHub, tmp_path: Path) -> None:
+def test_sharded_weights_are_downloaded_by_their_index(hub: FakeHub, tmp_path: Path) -> None:
     wan = load_family(WAN)
     whole = wan.load_denoiser(
         wan.read_model(ModelSource(str(hub.folder))), Expert("high_noise", "transformer"), torch.float32
@@ -105,7 +105,7 @@ def test_weights_in_several_files_are_fetched_by_their_index(hub: FakeHub, tmp_p
     assert all(torch.equal(one, fetched.state_dict()[name]) for name, one in whole.state_dict().items())
 
 
-def test_what_was_fetched_gives_the_same_bits_as_the_folder(hub: FakeHub, tiny_wan: ModelSource) -> None:
+def test_a_downloaded_model_gives_the_same_bits_as_its_folder(hub: FakeHub, tiny_wan: ModelSource) -> None:
     wan = load_family(WAN)
     pixels = torch.arange(3 * 32 * 32, dtype=torch.uint8).reshape(1, 3, 32, 32)
     here, there = (
@@ -115,7 +115,7 @@ def test_what_was_fetched_gives_the_same_bits_as_the_folder(hub: FakeHub, tiny_w
     assert torch.equal(here, there)
 
 
-def test_offline_a_fetched_model_is_read_and_loaded_without_asking_anybody(hub: FakeHub) -> None:
+def test_offline_a_downloaded_model_is_loaded_without_a_request(hub: FakeHub) -> None:
     wan = load_family(WAN)
     wan.build_text_encoder(wan.read_model(ModelSource("somebody/model")), torch.device("cpu"), torch.float32)
     hub.requests.clear()
@@ -125,63 +125,65 @@ def test_offline_a_fetched_model_is_read_and_loaded_without_asking_anybody(hub: 
     assert not hub.requests
 
 
-def test_offline_a_part_that_was_not_fetched_is_missed_by_name(hub: FakeHub) -> None:
+def test_offline_a_missing_component_raises_an_error_with_the_model(hub: FakeHub) -> None:
     wan = load_family(WAN)
     wan.read_model(ModelSource("somebody/model"))
     model = wan.read_model(ModelSource("somebody/model", offline=True))
-    with pytest.raises(ModelError, match=r"somebody/model .*not whole in the hub's cache, and model.offline is true"):
+    with pytest.raises(
+        ModelError, match=r"somebody/model .*not complete in the hub's cache, and model.offline is true"
+    ):
         wan.build_media_encoder(model, torch.device("cpu"))
 
 
-def test_offline_a_model_that_was_never_fetched_is_refused(hub: FakeHub) -> None:
-    assert "model.offline is true" in refusal(ModelSource("somebody/model", offline=True))
+def test_offline_a_model_that_is_not_in_the_cache_raises_an_error(hub: FakeHub) -> None:
+    assert "model.offline is true" in read_error(ModelSource("somebody/model", offline=True))
     assert not hub.requests
 
 
-def test_a_gated_model_says_to_accept_the_licence_and_set_a_token(hub: FakeHub) -> None:
-    message = refusal(ModelSource(GATED))
+def test_the_error_of_a_gated_model_names_its_licence_and_the_token(hub: FakeHub) -> None:
+    message = read_error(ModelSource(GATED))
     assert GATED in message and "licence" in message and "HF_TOKEN" in message
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "somebody/private"])
-def test_an_unknown_model_may_be_a_folder_or_a_private_one(hub: FakeHub, name: str) -> None:
-    message = refusal(ModelSource(name))
+def test_the_error_of_an_unknown_model_mentions_folders_and_private_models(hub: FakeHub, name: str) -> None:
+    message = read_error(ModelSource(name))
     assert name in message and "no such folder" in message and "private" in message
 
 
-def test_an_unknown_revision_is_named(hub: FakeHub) -> None:
-    assert "model.revision is 'v9'" in refusal(ModelSource("somebody/model", revision="v9"))
+def test_the_error_of_an_unknown_revision_names_it(hub: FakeHub) -> None:
+    assert "model.revision is 'v9'" in read_error(ModelSource("somebody/model", revision="v9"))
 
 
-def test_a_token_that_the_hub_refuses_is_to_be_corrected(hub: FakeHub) -> None:
-    assert "correct HF_TOKEN" in refusal(ModelSource("somebody/token"))
+def test_the_error_of_a_rejected_token_names_it(hub: FakeHub) -> None:
+    assert "rejects the token in HF_TOKEN" in read_error(ModelSource("somebody/token"))
 
 
-def test_a_server_in_trouble_is_told_with_its_status(hub: FakeHub) -> None:
-    assert "the hub answered 500" in refusal(ModelSource("somebody/broken"))
+def test_the_error_of_a_failing_server_has_its_status(hub: FakeHub) -> None:
+    assert "with status 500" in read_error(ModelSource("somebody/broken"))
 
 
-def test_without_a_network_it_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_the_error_comes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     begin = time.monotonic()
-    message = refusal(ModelSource("somebody/model"))
+    message = read_error(ModelSource("somebody/model"))
     assert "cannot be reached" in message and "somebody/model" in message
     assert time.monotonic() - begin < 10
 
 
-def test_a_cache_that_cannot_be_written_is_told_as_such(
+def test_a_cache_that_cannot_be_written_raises_an_error_with_the_cause(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "file" / "cache"))
-    assert "somebody/model could not be fetched into the hub's cache: Not a directory" in refusal(
+    assert "somebody/model could not be downloaded into the hub's cache: Not a directory" in read_error(
         ModelSource("somebody/model")
     )
 
 
 @pytest.mark.parametrize("name", ["not a name", "-x/y", "x/y-"])
-def test_what_is_neither_a_folder_nor_a_name_is_refused_without_asking(hub: FakeHub, name: str) -> None:
-    message = refusal(ModelSource(name))
+def test_a_path_that_is_no_folder_and_no_repository_raises_an_error_without_a_request(hub: FakeHub, name: str) -> None:
+    message = read_error(ModelSource(name))
     assert name in message and "no such folder" in message
     assert not hub.requests

@@ -1,4 +1,4 @@
-"""Pipelines in folders that are not what they should be, and weights from single files."""
+"""Loading of damaged, incomplete and foreign pipelines, and of weights from single files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ HIGH = "transformer/diffusion_pytorch_model.safetensors"
 
 @pytest.fixture
 def folder(tiny_wan: ModelSource, tmp_path: Path) -> Path:
-    """A pipeline that a test may damage."""
+    """A copy of a pipeline that a test may damage."""
     return Path(shutil.copytree(tiny_wan.path, tmp_path / "pipeline"))
 
 
-def refusal(act: Callable[[], object]) -> str:
+def error_message(action: Callable[[], object]) -> str:
     with pytest.raises(ModelError) as caught:
-        act()
+        action()
     return str(caught.value)
 
 
@@ -47,98 +47,100 @@ def edit(file: Path, **changed: object) -> None:
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./missing", "~/missing-model", "a/b/c"])
-def test_a_folder_that_is_not_there_is_named(path: str) -> None:
-    assert refusal(lambda: read(path)) == f"model.path is {path!r}: there is no such folder"
+def test_a_missing_folder_raises_an_error_with_its_name(path: str) -> None:
+    assert error_message(lambda: read(path)) == f"model.path is {path!r}: there is no such folder"
 
 
-def test_a_file_as_the_path_is_told_where_it_belongs(folder: Path) -> None:
-    assert "model.single_file" in refusal(lambda: read(folder / HIGH))
+def test_a_file_as_model_path_raises_an_error_that_names_single_file(folder: Path) -> None:
+    assert "model.single_file" in error_message(lambda: read(folder / HIGH))
 
 
-def test_a_folder_without_an_index_says_what_it_is(folder: Path, tmp_path: Path) -> None:
-    assert "not the folder of a diffusers pipeline" in refusal(lambda: read(tmp_path))
-    assert "give the folder above" in refusal(lambda: read(folder / "vae"))
+def test_a_folder_without_an_index_raises_an_error_that_says_what_it_is(folder: Path, tmp_path: Path) -> None:
+    assert "not the folder of a diffusers pipeline" in error_message(lambda: read(tmp_path))
+    assert "use the folder above" in error_message(lambda: read(folder / "vae"))
     (tmp_path / "high_noise_model").mkdir()
-    assert "-Diffusers" in refusal(lambda: read(tmp_path))
+    assert "-Diffusers" in error_message(lambda: read(tmp_path))
 
 
-def test_a_pipeline_of_another_family_says_which_family_it_is(folder: Path, tiny_flux: ModelSource) -> None:
-    message = refusal(lambda: WAN.read_model(tiny_flux))
+def test_a_pipeline_of_another_family_raises_an_error_with_that_family(folder: Path, tiny_flux: ModelSource) -> None:
+    message = error_message(lambda: WAN.read_model(tiny_flux))
     assert "is a FluxPipeline" in message and 'set model.family to "flux"' in message
-    assert 'set model.family to "wan2.2"' in refusal(lambda: load_family("flux").read_model(ModelSource(str(folder))))
+    assert 'set model.family to "wan2.2"' in error_message(
+        lambda: load_family("flux").read_model(ModelSource(str(folder)))
+    )
 
 
-def test_a_pipeline_that_no_family_trains_says_which_are(folder: Path) -> None:
+def test_an_unsupported_pipeline_raises_an_error_with_the_supported_ones(folder: Path) -> None:
     edit(folder / "model_index.json", _class_name="StableDiffusionPipeline")
-    message = refusal(lambda: read(folder))
+    message = error_message(lambda: read(folder))
     assert "is a StableDiffusionPipeline" in message and "wan2.2 takes WanImageToVideoPipeline, WanPipeline" in message
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
-def test_an_index_that_is_no_json_object_is_refused(folder: Path, content: bytes) -> None:
+def test_an_index_that_is_not_a_json_object_raises_an_error(folder: Path, content: bytes) -> None:
     (folder / "model_index.json").write_bytes(content)
-    assert "model_index.json" in refusal(lambda: read(folder))
+    assert "model_index.json" in error_message(lambda: read(folder))
 
 
-def test_a_missing_part_is_named(folder: Path) -> None:
+def test_a_missing_component_raises_an_error_with_its_name(folder: Path) -> None:
     shutil.rmtree(folder / "transformer_2")
-    assert f"{folder / 'transformer_2'} is missing" in refusal(lambda: read(folder))
+    assert f"{folder / 'transformer_2'} is missing" in error_message(lambda: read(folder))
     edit(folder / "model_index.json", transformer_2=[None, None])
-    assert "names no transformer_2" in refusal(lambda: read(folder))
+    assert "names no transformer_2" in error_message(lambda: read(folder))
 
 
-def test_code_from_elsewhere_is_not_imported(folder: Path) -> None:
+def test_classes_of_other_libraries_are_not_imported(folder: Path) -> None:
     edit(folder / "model_index.json", transformer=["antigravity", "Fly"])
-    assert "code of its own (antigravity)" in refusal(lambda: high(read(folder)))
+    assert "is a class of antigravity, which is not loaded" in error_message(lambda: high(read(folder)))
     edit(folder / "model_index.json", transformer=["diffusers", "NoSuchThing"])
-    assert "does not have" in refusal(lambda: high(read(folder)))
+    assert "installed diffusers has no" in error_message(lambda: high(read(folder)))
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1])
-def test_weights_that_were_cut_off_are_called_damaged(folder: Path, keep: float) -> None:
+def test_truncated_weights_raise_an_error(folder: Path, keep: float) -> None:
     content = (folder / HIGH).read_bytes()
     count = int(len(content) * keep) if isinstance(keep, float) else keep % len(content)
     (folder / HIGH).write_bytes(content[:count])
-    message = refusal(lambda: high(read(folder)))
-    assert str(folder / HIGH) in message and "is damaged" in message and "fetch it again" in message
+    message = error_message(lambda: high(read(folder)))
+    assert str(folder / HIGH) in message and "is damaged" in message and "download it again" in message
 
 
-def test_weights_that_lack_a_tensor_are_refused_instead_of_made_up(folder: Path) -> None:
+def test_weights_without_a_tensor_raise_an_error(folder: Path) -> None:
     tensors = load_file(folder / HIGH)
     del tensors["blocks.1.attn1.to_q.weight"]
     save_file(tensors, folder / HIGH, {"format": "pt"})
-    assert "lacks 1 tensors that its config asks for (blocks.1.attn1.to_q.weight)" in refusal(
+    assert "lacks 1 tensors that its config needs (blocks.1.attn1.to_q.weight)" in error_message(
         lambda: high(read(folder))
     )
 
 
-def test_weights_of_another_size_than_the_config_says_are_refused(folder: Path) -> None:
+def test_weights_of_another_size_than_in_the_config_raise_an_error(folder: Path) -> None:
     edit(folder / "transformer" / "config.json", ffn_dim=64)
-    assert "cannot be loaded as WanTransformer3DModel" in refusal(lambda: high(read(folder)))
+    assert "cannot be loaded as WanTransformer3DModel" in error_message(lambda: high(read(folder)))
 
 
-def test_a_text_encoder_that_lacks_a_tensor_is_refused(folder: Path) -> None:
+def test_a_text_encoder_without_a_tensor_raises_an_error(folder: Path) -> None:
     file = folder / "text_encoder" / "model.safetensors"
     tensors = load_file(file)
     del tensors["encoder.block.0.layer.0.SelfAttention.q.weight"]
     save_file(tensors, file, {"format": "pt"})
-    assert "lacks 1 tensors" in refusal(lambda: WAN.build_text_encoder(read(folder), CPU, torch.float32))
+    assert "lacks 1 tensors" in error_message(lambda: WAN.build_text_encoder(read(folder), CPU, torch.float32))
 
 
-def test_weights_that_can_run_code_are_not_opened(folder: Path) -> None:
+def test_weight_files_that_can_run_code_are_not_opened(folder: Path) -> None:
     (folder / HIGH).rename((folder / HIGH).with_suffix(".bin"))
-    message = refusal(lambda: high(read(folder)))
+    message = error_message(lambda: high(read(folder)))
     assert "diffusion_pytorch_model.bin" in message and "only .safetensors" in message
 
 
-def test_missing_weights_are_named(folder: Path) -> None:
+def test_missing_weights_raise_an_error(folder: Path) -> None:
     (folder / HIGH).unlink()
-    assert "no .safetensors file" in refusal(lambda: high(read(folder)))
+    assert "no .safetensors file" in error_message(lambda: high(read(folder)))
 
 
-def test_a_broken_tokenizer_is_told_without_a_traceback(folder: Path) -> None:
+def test_a_damaged_tokenizer_raises_an_error_with_its_folder(folder: Path) -> None:
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
-    assert str(folder / "tokenizer") in refusal(lambda: WAN.build_text_encoder(read(folder), CPU, torch.float32))
+    assert str(folder / "tokenizer") in error_message(lambda: WAN.build_text_encoder(read(folder), CPU, torch.float32))
 
 
 def sharded(folder: Path) -> None:
@@ -147,7 +149,7 @@ def sharded(folder: Path) -> None:
     module.save_pretrained(folder / "transformer", max_shard_size="40KB")  # type: ignore[operator]
 
 
-def test_weights_in_several_files_are_loaded_like_those_in_one(folder: Path) -> None:
+def test_sharded_weights_are_loaded_like_those_in_one_file(folder: Path) -> None:
     whole = high(read(folder)).state_dict()
     sharded(folder)
     files = list((folder / "transformer").glob("*-of-*.safetensors"))
@@ -156,34 +158,34 @@ def test_weights_in_several_files_are_loaded_like_those_in_one(folder: Path) -> 
     assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
 
 
-def test_one_of_several_weight_files_missing_is_named(folder: Path) -> None:
+def test_a_missing_shard_raises_an_error_with_its_name(folder: Path) -> None:
     sharded(folder)
     lost = sorted((folder / "transformer").glob("*-of-*.safetensors"))[1]
     lost.unlink()
-    message = refusal(lambda: high(read(folder)))
+    message = error_message(lambda: high(read(folder)))
     assert lost.name in message and "missing" in message
 
 
-def test_an_index_of_weights_cannot_point_outside_its_folder(folder: Path) -> None:
+def test_an_index_of_weights_cannot_name_files_outside_its_folder(folder: Path) -> None:
     sharded(folder)
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
     listed = json.loads(file.read_text())
     listed["weight_map"] = dict.fromkeys(listed["weight_map"], "../../secret.safetensors")
     file.write_text(json.dumps(listed))
-    assert "outside its folder" in refusal(lambda: high(read(folder)))
+    assert "outside its folder" in error_message(lambda: high(read(folder)))
 
 
-def test_a_variant_is_read_from_its_own_files_and_missed_by_name(folder: Path) -> None:
+def test_a_variant_is_read_from_its_own_files_and_raises_an_error_if_missing(folder: Path) -> None:
     high(read(folder)).save_pretrained(folder / "transformer", variant="fp16")  # type: ignore[operator]
     model = WAN.read_model(ModelSource(str(folder), variant="fp16"))
     tensors = load_file(folder / HIGH)
     save_file({name: one * 0 for name, one in tensors.items()}, folder / HIGH, {"format": "pt"})
     assert high(model).get_parameter("proj_out.weight").any()
-    message = refusal(lambda: WAN.build_media_encoder(model, CPU))
+    message = error_message(lambda: WAN.build_media_encoder(model, CPU))
     assert "model.variant is 'fp16'" in message and "diffusion_pytorch_model.safetensors" in message
 
 
-def test_modules_that_wan_keeps_in_fp32_stay_so_in_bf16(folder: Path) -> None:
+def test_modules_that_wan_keeps_in_fp32_are_fp32_in_a_bf16_model(folder: Path) -> None:
     module = high(read(folder), torch.bfloat16)
     assert module.get_parameter("blocks.0.attn1.to_q.weight").dtype == torch.bfloat16
     assert module.get_parameter("scale_shift_table").dtype == torch.float32
@@ -207,7 +209,7 @@ ORIGINAL = {
     "ffn.net.2": "ffn.2",
     "norm2": "norm3",
 }
-"""Names in diffusers → names in the files of Wan's authors."""
+"""Names in diffusers → names in Wan's original files."""
 
 
 def original_name(name: str) -> str:
@@ -220,10 +222,10 @@ def original_name(name: str) -> str:
 
 @pytest.mark.parametrize("prefix", [None, "", "model.diffusion_model."])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_single_file_gives_the_module_that_the_folder_gives(
+def test_a_single_file_gives_the_same_module_as_the_folder(
     folder: Path, tmp_path: Path, prefix: str | None, dtype: torch.dtype
 ) -> None:
-    """In diffusers' names, and in those of Wan's authors, which other programs write with a prefix."""
+    """With the names of diffusers, and with Wan's original names, to which other programs add a prefix."""
     tensors = load_file(folder / HIGH)
     named = tensors if prefix is None else {prefix + original_name(name): one for name, one in tensors.items()}
     file = tmp_path / "high.safetensors"
@@ -239,36 +241,38 @@ def test_a_single_file_gives_the_module_that_the_folder_gives(
         assert one.dtype == wanted[name].dtype and torch.equal(one, wanted[name]), name
 
 
-def test_a_single_file_that_lacks_tensors_or_is_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_single_file_that_lacks_tensors_or_belongs_to_another_model_raises_an_error(
+    folder: Path, tmp_path: Path
+) -> None:
     tensors = load_file(folder / HIGH)
     file = tmp_path / "high.safetensors"
     source = ModelSource(str(folder), single_files={"transformer": file})
     save_file({name: one for name, one in tensors.items() if "blocks.1." not in name}, file)
-    assert f"{file} lacks tensors" in refusal(lambda: high(WAN.read_model(source)))
+    assert f"{file} lacks tensors" in error_message(lambda: high(WAN.read_model(source)))
     save_file({"something.else": torch.zeros(3)}, file)
-    assert str(file) in refusal(lambda: high(WAN.read_model(source)))
+    assert str(file) in error_message(lambda: high(WAN.read_model(source)))
     save_file({name: torch.zeros(*one.shape, 2) for name, one in tensors.items()}, file)
-    assert f"{file} cannot be loaded" in refusal(lambda: high(WAN.read_model(source)))
+    assert f"{file} cannot be loaded" in error_message(lambda: high(WAN.read_model(source)))
     file.write_bytes(b"rubbish")
-    assert f"{file} is damaged" in refusal(lambda: high(WAN.read_model(source)))
+    assert f"{file} is damaged" in error_message(lambda: high(WAN.read_model(source)))
     file.unlink()
-    assert f"{file}, the weights of transformer, is not a .safetensors file" in refusal(lambda: WAN.read_model(source))
+    assert f"{file}, for the weights of transformer, is not an existing .safetensors file" in error_message(
+        lambda: WAN.read_model(source)
+    )
 
 
-def test_a_single_file_with_scaled_weights_is_refused_instead_of_loaded_without_its_scales(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_single_file_with_scaled_8_bit_weights_raises_an_error(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "scaled.safetensors"
     tensors = {name: one.to(torch.float8_e4m3fn) for name, one in load_file(folder / HIGH).items()}
     save_file(tensors | {"blocks.0.ffn.net.2.scale_weight": torch.ones(1)}, file)
-    message = refusal(lambda: high(WAN.read_model(ModelSource(str(folder), single_files={"transformer": file}))))
-    assert "8 bits with scales" in message and "scale_weight" in message and "bf16" in message
+    message = error_message(lambda: high(WAN.read_model(ModelSource(str(folder), single_files={"transformer": file}))))
+    assert "8-bit weights with separate scales" in message and "scale_weight" in message and "bf16" in message
 
 
-def test_a_quantised_part_whose_library_is_missing_is_told_without_a_traceback(folder: Path) -> None:
+def test_a_quantized_component_without_its_library_raises_an_error_with_its_folder(folder: Path) -> None:
     quantised = {"quant_method": "bitsandbytes", "load_in_8bit": True, "_load_in_8bit": True}
     edit(folder / "transformer" / "config.json", quantization_config=quantised)
-    assert str(folder / "transformer") in refusal(lambda: high(read(folder)))
+    assert str(folder / "transformer") in error_message(lambda: high(read(folder)))
 
 
 def test_aligning_keeps_tied_weights_tied(tiny_wan: ModelSource) -> None:
@@ -279,19 +283,19 @@ def test_aligning_keeps_tied_weights_tied(tiny_wan: ModelSource) -> None:
 
 
 @pytest.mark.parametrize("boundary", ["0.875", 0, 1, 1.5, True])
-def test_a_border_that_divides_nothing_is_refused(folder: Path, boundary: object) -> None:
+def test_a_boundary_outside_0_to_1_raises_an_error(folder: Path, boundary: object) -> None:
     edit(folder / "model_index.json", boundary_ratio=boundary)
-    assert "boundary_ratio is" in refusal(lambda: read(folder))
+    assert "boundary_ratio is" in error_message(lambda: read(folder))
 
 
-def test_a_shift_that_is_not_said_is_none_and_one_that_is_nonsense_is_refused(folder: Path) -> None:
+def test_a_missing_shift_is_1_and_an_invalid_one_raises_an_error(folder: Path) -> None:
     scheduler = folder / "scheduler" / "scheduler_config.json"
     edit(scheduler, flow_shift=None)
     assert read(folder).shift == 1.0
     edit(scheduler, flow_shift="3")
-    assert "flow_shift is '3', not a number above 0" in refusal(lambda: read(folder))
+    assert "flow_shift is '3', not a number above 0" in error_message(lambda: read(folder))
 
 
-def test_a_config_of_nonsense_is_named_not_traced(folder: Path) -> None:
+def test_an_invalid_config_raises_an_error_with_its_component(folder: Path) -> None:
     edit(folder / "transformer" / "config.json", num_attention_heads="x")
-    assert "transformer cannot be loaded as WanTransformer3DModel" in refusal(lambda: high(read(folder)))
+    assert "transformer cannot be loaded as WanTransformer3DModel" in error_message(lambda: high(read(folder)))

@@ -1,4 +1,4 @@
-"""8-bit base weights: fewer bytes, in the backward pass too, and adapters on top learn as they would without."""
+"""8-bit base weights: fewer bytes, also for the backward pass, and adapters on them train as without quantization."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
 
-def learnt(module: nn.Module) -> TrainableExpert:
+def with_trained_values(module: nn.Module) -> TrainableExpert:
     trained = attach(module, AdapterSettings(rank=4), ATTENTION, seed=1, name="model")
     load_trainable_state(
         trained,
@@ -41,39 +41,39 @@ def gradients(trained: TrainableExpert, output: torch.Tensor) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in trained.parameters.values()])  # type: ignore[union-attr]
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    found, wanted = found.detach(), wanted.detach()
-    return float((found - wanted).norm() / wanted.norm())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    actual, expected = actual.detach(), expected.detach()
+    return float((actual - expected).norm() / expected.norm())
 
 
 @KINDS
-def test_gradients_of_an_adapter_are_those_over_the_same_weights_in_full_width(kind: Kind) -> None:
-    """The base is rounded once; from there on nothing is lost: the reference has the rounded weights in fp32."""
+def test_gradients_of_an_adapter_are_those_on_the_same_weights_dequantized(kind: Kind) -> None:
+    """The reference has the rounded weights in fp32: apart from that rounding, nothing is lost."""
     small, full = wan(), wan()
     quantize_blocks(small, kind, CPU)
     for name, layer in small.named_modules():
         if isinstance(layer, QuantizedLinear):
             full.get_submodule(name).weight.data = layer.weight.dequantize()
-    ours, reference = learnt(small), learnt(full)
-    found, wanted = wan_output(small), wan_output(full)
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
-    assert relative(gradients(ours, found), gradients(reference, wanted)) < 1e-5
+    ours, reference = with_trained_values(small), with_trained_values(full)
+    actual, expected = wan_output(small), wan_output(full)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
+    assert relative(gradients(ours, actual), gradients(reference, expected)) < 1e-5
 
 
 @KINDS
 @pytest.mark.parametrize("make, forward", [(wan, wan_output), (flux, flux_output)], ids=["wan", "flux"])
-def test_gradients_of_an_adapter_are_near_those_over_the_weights_before_rounding(kind: Kind, make, forward) -> None:  # type: ignore[no-untyped-def]
-    """Two blocks deep, errors of the layers add up: four times one layer's tolerance."""
+def test_gradients_of_an_adapter_are_near_those_on_the_original_weights(kind: Kind, make, forward) -> None:  # type: ignore[no-untyped-def]
+    """In two blocks the errors of the layers add up, so the tolerance is four times that of one layer."""
     small, full = make(), make()
     quantize_blocks(small, kind, CPU)
-    ours, reference = learnt(small), learnt(full)
-    found, wanted = forward(small), forward(full)
-    assert relative(found, wanted) < 4 * TOLERANCE[kind]
-    assert relative(gradients(ours, found), gradients(reference, wanted)) < 4 * TOLERANCE[kind]
+    ours, reference = with_trained_values(small), with_trained_values(full)
+    actual, expected = forward(small), forward(full)
+    assert relative(actual, expected) < 4 * TOLERANCE[kind]
+    assert relative(gradients(ours, actual), gradients(reference, expected)) < 4 * TOLERANCE[kind]
 
 
 @KINDS
-def test_an_adapter_on_8_bit_weights_learns_and_nothing_else_changes(kind: Kind) -> None:
+def test_an_adapter_on_8_bit_weights_trains_and_nothing_else_changes(kind: Kind) -> None:
     module = wan()
     quantize_blocks(module, kind, CPU)
     trained = attach(module, AdapterSettings(rank=4), ATTENTION, seed=1, name="model")
@@ -92,20 +92,20 @@ def test_an_adapter_on_8_bit_weights_learns_and_nothing_else_changes(kind: Kind)
 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_the_layer_computes_in_the_formats_of_a_plain_one(kind: Kind, dtype: torch.dtype) -> None:
+def test_under_autocast_the_layer_has_the_formats_of_a_plain_one(kind: Kind, dtype: torch.dtype) -> None:
     plain = nn.Linear(64, 32).to(dtype).requires_grad_(False)
     given = random_tensor(4, 64).requires_grad_(True)
     with torch.autocast("cpu", dtype):
-        wanted = plain(given)
-        found = quantize_linear(plain, kind)(given)
-    assert found.dtype == wanted.dtype == dtype
-    assert relative(found.float(), wanted.float()) < TOLERANCE[kind] + 0.01
-    found.float().sum().backward()
+        expected = plain(given)
+        actual = quantize_linear(plain, kind)(given)
+    assert actual.dtype == expected.dtype == dtype
+    assert relative(actual.float(), expected.float()) < TOLERANCE[kind] + 0.01
+    actual.float().sum().backward()
     assert given.grad is not None and given.grad.dtype == torch.float32
 
 
 @KINDS
-def test_weights_take_half_the_bytes_of_bf16_and_the_rest_stays(kind: Kind) -> None:
+def test_quantized_weights_take_half_the_bytes_of_bf16_and_other_layers_do_not_change(kind: Kind) -> None:
     module = nn.Module()
     module.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
     module.proj_out = nn.Linear(256, 16)
@@ -113,14 +113,14 @@ def test_weights_take_half_the_bytes_of_bf16_and_the_rest_stays(kind: Kind) -> N
     before = stored_bytes(module)
     decided = quantize_blocks(module, kind, CPU)
     saved = before - stored_bytes(module)
-    scales = 4 * 256 * 8  # at most: a scale and a zero point for each row
+    scales = 4 * 256 * 8  # at most a scale and a zero point for each row
     assert 4 * 256 * 256 - scales <= saved <= 4 * 256 * 256
     assert type(module.proj_out.weight.data) is torch.Tensor and module.proj_out.weight.dtype == torch.bfloat16
     assert decided.value == kind and "4 linear layers" in decided.reason
 
 
 @KINDS
-def test_the_backward_pass_keeps_no_weight_in_full_width(kind: Kind) -> None:
+def test_no_dequantized_weight_is_kept_for_the_backward_pass(kind: Kind) -> None:
     layer = quantize_linear(nn.Linear(256, 256).bfloat16(), kind)
     given = random_tensor(2, 256).bfloat16().requires_grad_(True)
     kept: list[torch.Tensor] = []
@@ -132,7 +132,7 @@ def test_the_backward_pass_keeps_no_weight_in_full_width(kind: Kind) -> None:
     assert not dense, [tuple(tensor.shape) for tensor in dense]
 
 
-def test_training_all_of_8_bit_weights_is_a_contradiction_with_a_remedy() -> None:
+def test_full_training_of_8_bit_weights_raises_an_error_with_a_remedy() -> None:
     module = wan()
     quantize_blocks(module, "int8", CPU)
     with pytest.raises(
@@ -141,13 +141,13 @@ def test_training_all_of_8_bit_weights_is_a_contradiction_with_a_remedy() -> Non
         attach(module, AdapterSettings(type="full"), (), seed=1, name="model")
 
 
-def test_a_device_that_cannot_is_an_error_with_reason_and_remedy() -> None:
-    """The meta device computes nothing: what it cannot do stands for what a machine cannot."""
-    with pytest.raises(ModelError, match=r'model.base_weights is "int8", and meta cannot .*; set .* "as_computed"'):
+def test_a_device_that_cannot_quantize_raises_an_error_with_a_remedy() -> None:
+    """The meta device, which computes nothing, stands in for a device that cannot."""
+    with pytest.raises(ModelError, match=r'model.base_weights is "int8", but meta cannot .*; set .* "as_computed"'):
         check_quantization("int8", torch.device("meta"), torch.bfloat16)
 
 
-def test_a_module_without_blocks_is_an_error() -> None:
+def test_a_module_without_blocks_raises_an_error() -> None:
     with pytest.raises(ModelError, match="Linear has no linear layers in numbered blocks"):
         quantize_blocks(nn.Linear(4, 4), "int8", CPU)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from supertuner.memory.overflow.pools import MAX_LIMITS_AGE_S
+from supertuner.memory.overflow_allocator.pools import MAX_LIMITS_AGE_S
 from tests.memory.machine_files import folder_host, meminfo
 from tests.phantom.test_overflow_on_torch import GIB, Bench, account, gigabytes
 

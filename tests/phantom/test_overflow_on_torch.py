@@ -21,9 +21,9 @@ from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NoteE
 from supertuner.core.host import HostFacts
 from supertuner.memory.cuda import CudaDriver, open_cuda
 from supertuner.memory.driver import HOST, AddressRange, GpuLocation, MemoryKind, NotAvailable
-from supertuner.memory.overflow import routing
-from supertuner.memory.overflow.plugin import OverflowPlugin, find_plugin
-from supertuner.memory.overflow.pools import OverflowPools, open_overflow_pools
+from supertuner.memory.overflow_allocator import routing
+from supertuner.memory.overflow_allocator.plugin import OverflowPlugin, find_plugin
+from supertuner.memory.overflow_allocator.pools import OverflowPools, open_overflow_pools
 from supertuner.memory.probe import MachineFacts, probe_machine
 from tests.memory.machine_files import folder_host, meminfo
 
@@ -326,7 +326,7 @@ def test_a_class_of_tensors_can_have_a_pattern_of_its_own(bench: Bench) -> None:
 def test_where_the_private_call_is_not_as_expected_this_thread_and_backward_are_routed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routing, "begin_call", lambda: None)
+    monkeypatch.setattr(routing, "torch_begin_function", lambda: None)
     pools = bench.open()
     assert "_cuda_beginAllocateToPool" in str(bench.sink.of(WarningEvent)[0])
     weight = torch.empty(64 * MIB, device="cuda", requires_grad=True)

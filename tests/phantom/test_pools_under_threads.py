@@ -16,8 +16,8 @@ import torch
 from supertuner.core.events import WarningEvent
 from supertuner.memory.cuda import CudaDriver
 from supertuner.memory.driver import AddressRange, DriverError
-from supertuner.memory.overflow import routing
-from supertuner.memory.overflow.plugin import OverflowPlugin, find_plugin
+from supertuner.memory.overflow_allocator import routing
+from supertuner.memory.overflow_allocator.plugin import OverflowPlugin, find_plugin
 from tests.phantom.test_overflow_on_torch import (  # noqa: F401 - `bench` is a fixture
     GIB,
     MIB,
@@ -133,7 +133,7 @@ def test_a_plugin_that_has_nothing_left_is_a_plugin_that_answers(bench: Bench, m
             while True:
                 held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
     first.close()
-    monkeypatch.setattr(routing, "begin_call", lambda: None)
+    monkeypatch.setattr(routing, "torch_begin_function", lambda: None)
     bench.open(oversubscription_ratio=1.0).close()
     assert torch.autograd.is_multithreading_enabled()
 
@@ -142,7 +142,7 @@ def test_a_route_that_fails_leaves_torch_as_it_was(bench: Bench, monkeypatch: py
     def breaks(device: int, arrivals: object) -> bool:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(routing, "other_thread_arrives", breaks)
+    monkeypatch.setattr(routing, "other_thread_is_routed", breaks)
     with pytest.raises(RuntimeError, match="new thread"):
         bench.open()
     before = account().device_allocations
@@ -164,8 +164,8 @@ import tempfile, torch
 from pathlib import Path
 from supertuner.config.settings.memory import OverflowSettings as Settings
 from supertuner.memory.cuda import open_cuda
-from supertuner.memory.overflow.plugin import OverflowPlugin, find_plugin
-from supertuner.memory.overflow.pools import open_overflow_pools
+from supertuner.memory.overflow_allocator.plugin import OverflowPlugin, find_plugin
+from supertuner.memory.overflow_allocator.pools import open_overflow_pools
 from tests.phantom.test_overflow_on_torch import Bench
 
 bench, GIB = Bench(Path(tempfile.mkdtemp())), 1 << 30
@@ -178,7 +178,7 @@ def check(device):
         assert pools.stats().managed_bytes >= 8 * GIB, pools.stats()
         assert (account(0).device_allocations, account(1).stage) == (0, 2)
         del tensors
-        assert pools.between_steps().light_bytes >= 8 * GIB
+        assert pools.reclaim_between_steps().light_bytes >= 8 * GIB
         assert pools.rebuild("a test") > 0
     torch.cuda.empty_cache()
     assert account(1).device_bytes == account(1).managed_bytes == 0

@@ -188,8 +188,8 @@ def test_unknown_keys_stop_a_conversion_without_partial(tmp_path: Path, capsys: 
 def test_invalid_options_are_refused_with_the_valid_values(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "known schemes: diffusers" in refused(capsys, "convert", file, "--to", "nonsense")
     assert "choose from diffusers, comfyui" in refused(capsys, "export", file, "--for", "nonsense")
-    assert "there are high_noise" in refused(capsys, "convert", file, "--to", "original", "--expert", "both")
-    assert "there are wan2.2, flux" in refused(capsys, "inspect", file, "--family", "sd1")
+    assert "known experts: high_noise" in refused(capsys, "convert", file, "--to", "original", "--expert", "both")
+    assert "wan2.2, flux" in refused(capsys, "inspect", file, "--family", "sd1")
     assert "none of 9 keys" in refused(capsys, "inspect", file, "--family", "flux")
     lokr = file.with_name("l.safetensors")
     save_file({"lycoris_blocks_0_attn1_to_q.lokr_w1": random_tensor(2, 2)}, lokr)

@@ -1,4 +1,4 @@
-"""Regressions that are put into a copy of the code are found by running old and new in turns; each for what it is."""
+"""Regressions inserted into a copy of the code are found and classified by running both versions in turns."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from tests.tools.baseline.test_baseline_command import write_config
 
 pytestmark = pytest.mark.torture
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
-"""With two threads a capture took 208 s beside others on two cores, with one 64 s."""
+"""With two threads a capture took 208 s on two busy cores, with one thread 64 s."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("regressions")
-    config = write_config(made)
+    folder = tmp_path_factory.mktemp("regressions")
+    config = write_config(folder)
     capturing.capture_baseline(
-        made / "baseline",
+        folder / "baseline",
         "now",
         config,
         capturing.CaptureOptions(steps=40, repeats=1, profile=True),
         environ=ENVIRON,
         progress=NullSink(),
     )
-    return made
+    return folder
 
 
-def beside(folder: Path, name: str, file: str, old: str, new: str) -> ComparisonResult:
-    """The code here against a copy in which a line is another; the copy is the old side."""
+def compare_with_changed_copy(folder: Path, name: str, file: str, old: str, new: str) -> ComparisonResult:
+    """Compare the current code with a copy in which `old` is replaced by `new`; the copy is the old side."""
     copy = folder / name
     shutil.copytree(code.PACKAGE_DIR, copy / "supertuner", ignore=shutil.ignore_patterns("__pycache__"))
     changed = copy / "supertuner" / file
@@ -54,27 +54,29 @@ STEP = ("train/loop.py", "    run.step += 1\n")
 
 
 @pytest.mark.timeout(1800)
-def test_code_against_itself_is_no_worse(folder: Path) -> None:
-    found = beside(folder, "same", *STEP, "    run.step += 1\n")
+def test_code_compared_with_itself_is_no_worse(folder: Path) -> None:
+    found = compare_with_changed_copy(folder, "same", *STEP, "    run.step += 1\n")
     assert not found.worse and found.losses.likeness == "identical"
 
 
 @pytest.mark.timeout(1800)
-def test_a_step_that_became_slower_is_found_and_its_losses_are_the_same(folder: Path) -> None:
-    """The old side is the quicker one here: what was slow is found better, by as much."""
-    found = beside(folder, "slow", *STEP, "    time.sleep(0.05)\n    run.step += 1\n")
-    step = next(one for one in found.figures if one.name == "step")
+def test_a_slower_step_is_found_and_its_losses_are_identical(folder: Path) -> None:
+    """The copy, which is the old side, is slower; so the current code is judged better."""
+    found = compare_with_changed_copy(folder, "slow", *STEP, "    time.sleep(0.05)\n    run.step += 1\n")
+    step = next(figure for figure in found.figures if figure.name == "step")
     assert step.verdict is RegressionVerdict.BETTER and found.losses.likeness == "identical"
 
 
 @pytest.mark.timeout(1800)
-def test_other_losses_are_found_though_no_step_is_slower(folder: Path) -> None:
+def test_different_losses_are_found_although_no_step_is_slower(folder: Path) -> None:
     rate = "    rate = expert_state.optimizer.base_learning_rate * run.lr_factor(plan.step)\n"
-    found = beside(folder, "other", "train/loop.py", rate, rate.replace("run.lr_factor", "3 * run.lr_factor"))
+    found = compare_with_changed_copy(
+        folder, "other", "train/loop.py", rate, rate.replace("run.lr_factor", "3 * run.lr_factor")
+    )
     assert found.losses_differ and not found.worse
     assert found.losses.first_difference is not None and found.losses.first_difference > 1
 
 
-def test_the_trace_of_the_profiler_holds_operators(folder: Path) -> None:
+def test_the_trace_of_the_profiler_contains_operators(folder: Path) -> None:
     trace = json.loads(gzip.decompress((folder / "baseline/now/trace.json.gz").read_bytes()))
     assert sum("aten::" in str(event.get("name")) for event in trace["traceEvents"]) > 100

@@ -1,4 +1,4 @@
-"""A million operations of eight threads on the overflow allocator, under ThreadSanitizer and AddressSanitizer."""
+"""A million operations of eight threads on the overflow allocator under ThreadSanitizer and AddressSanitizer."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ pytestmark = pytest.mark.torture
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_eight_threads_race_nowhere_in_a_million_operations(sanitizer: str) -> None:
+def test_a_million_operations_of_eight_threads_have_no_race_and_no_memory_error(sanitizer: str) -> None:
     assert run_threads(sanitizer, operations=1_000_000, timeout_s=1700).rstrip().endswith("wrong 0: good")

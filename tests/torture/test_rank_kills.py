@@ -1,4 +1,4 @@
-"""Runs of several processes, of which one after the other is killed."""
+"""Ranks of a distributed run are killed again and again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ KILLS = 200
 
 @pytest.mark.torture
 @pytest.mark.timeout(5400)
-def test_a_run_whose_ranks_are_killed_two_hundred_times_ends_with_the_same_bits(tmp_path):
+def test_a_run_whose_ranks_are_killed_200_times_ends_with_the_same_bits(tmp_path):
     path = a_run(tmp_path, "whole", 2, checkpoints=LASTING)
-    run_launched(2, train, path)  # once for the caches that are the same for all
+    run_launched(2, train, path)  # fills the caches that all runs share
     begun = time.perf_counter()
     again = a_run(tmp_path, "timed", 2, checkpoints=LASTING)
     assert [done.step for done in run_launched(2, train, again)] == [STEPS, STEPS]

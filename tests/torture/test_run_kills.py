@@ -1,4 +1,4 @@
-"""A run killed a thousand times."""
+"""A run is killed and resumed a thousand times."""
 
 from __future__ import annotations
 

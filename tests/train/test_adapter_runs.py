@@ -88,7 +88,7 @@ def test_a_run_starts_from_one_file_and_trains_on_top_of_another(parent: Trainin
     assert "16 of 16 layers start from the values of" in text and "is merged into the frozen weights of" in text
     swapped = {"rank": 2, "high_noise": {"start_from": low}}
     assert parent.train(config(tmp_path, "swapped", **{**SHORT, "adapter": swapped})) == 1
-    assert "is of low_noise by its metadata or its name, not of high_noise" in " ".join(parent.output().split())
+    assert "is for low_noise by its metadata or its name, not for high_noise" in " ".join(parent.output().split())
     assert not (tmp_path / "cache-swapped").exists(), "refused before anything is encoded"
 
 

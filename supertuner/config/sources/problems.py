@@ -31,7 +31,8 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def closest_match(word: str, candidates: Sequence[str]) -> str | None:
-    """The candidate with the smallest edit distance, the first of equals; None if it is above a third of the word.
+    """The candidate with the smallest edit distance, the first of equals; None if that exceeds a third of the length of
+    `word`.
 
     Only the last part of a candidate, after the last dot, is compared.
     """

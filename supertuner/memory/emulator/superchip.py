@@ -6,7 +6,7 @@ memory on ATS machines, which follows the GPU's access counters and does not com
 modelled (`seconds`) from the machine's figures and from `EmulatorParameters`, of which the cost of a fault batch, the
 bytes of a counted access, duplex traffic and whether hits refresh the eviction order are unconfirmed. Nothing is
 measured. There is one GPU, one host node, one stream of work and any number of concurrent copies; kernels, peer GPUs
-and HMM are not modelled. See docs/model.md.
+and HMM are not modelled. See docs/emulator.md.
 """
 
 from __future__ import annotations

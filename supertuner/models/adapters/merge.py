@@ -51,7 +51,9 @@ def merged_weight(weight: torch.Tensor, tensors: Tensors, layer: str, strength: 
     if delta is None:
         return _merge_with_lycoris(weight_fp32, tensors, layer, strength).to(weight.dtype)
     if delta.dim() < 2 or delta.numel() != weight.numel() or delta.shape[0] != weight.shape[0]:
-        raise ModelError(f"{layer}: the adapter has shape {list(delta.shape)}, but the weight {list(weight.shape)}")
+        raise ModelError(
+            f"{layer}: the adapter does not fit: it has shape {list(delta.shape)}, the weight {list(weight.shape)}"
+        )
     merged = weight_fp32 + delta.reshape(weight.shape)
     if "dora_scale" in tensors:
         merged = _apply_dora_magnitudes(merged, tensors["dora_scale"].float(), layer)

@@ -147,7 +147,7 @@ class CachedTraces:
             "optimizer": [config.optimizer.name, config.optimizer.weight_decay],
             "averaged": config.train.ema_decay is not None,
             "prior": any(dataset.prior for dataset in config.datasets),
-            "told": [model.needs_first_frame, model.edits_images, model.micro_conditioning, model.prediction],
+            "inputs": [model.needs_first_frame, model.edits_images, model.micro_conditioning, model.prediction],
         }
 
     def _text_encoder_key(self) -> dict[str, JSON]:

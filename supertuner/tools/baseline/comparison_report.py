@@ -23,25 +23,25 @@ def as_markdown(title: str, result: ComparisonResult) -> str:
 def as_json(title: str, result: ComparisonResult) -> dict[str, JSON]:
     figures = [
         {
-            "name": one.name,
-            "unit": one.unit,
-            "before": one.old,
-            "now": one.new,
-            "ratio": one.interval.ratio,
-            "low": one.interval.bounds[0],
-            "high": one.interval.bounds[1],
-            "limit": 1 + one.limit,
-            "verdict": one.verdict.value,
+            "name": figure.name,
+            "unit": figure.unit,
+            "before": figure.old,
+            "now": figure.new,
+            "ratio": figure.interval.ratio,
+            "low": figure.interval.bounds[0],
+            "high": figure.interval.bounds[1],
+            "limit": 1 + figure.limit,
+            "verdict": figure.verdict.value,
         }
-        for one in result.figures
+        for figure in result.figures
     ]
     return {
         "format": FORMAT,
         "version": VERSION,
         "title": title,
         "verdict": result.verdict.value,
-        "slower_or_larger": [one.name for one in result.worse],
-        "undecided": [one.name for one in result.undecided],
+        "slower_or_larger": [figure.name for figure in result.worse],
+        "undecided": [figure.name for figure in result.undecided],
         "learns_otherwise": result.losses_differ,
         "losses": asdict(result.losses),
         "hints": result.hints,
@@ -67,7 +67,7 @@ def headline(result: ComparisonResult) -> list[str]:
     elif result.undecided:
         names = ", ".join(figure.name for figure in result.undecided)
         lines.append(f"UNDECIDED: {names}: too much noise; use more repeats, or a quieter machine.")
-    better = [one for one in result.figures if one.verdict is RegressionVerdict.BETTER]
+    better = [figure for figure in result.figures if figure.verdict is RegressionVerdict.BETTER]
     if better:
         lines.append(f"better: {'; '.join(map(_finding, better))}.")
     return lines or ["no worse."]
@@ -75,7 +75,7 @@ def headline(result: ComparisonResult) -> list[str]:
 
 def _lines(title: str, result: ComparisonResult) -> Iterator[str]:
     yield from [f"# {title}", "", *headline(result), ""]
-    yield from markdown_table(TABLE_HEADER, [_row(one) for one in result.figures])
+    yield from markdown_table(TABLE_HEADER, [_row(figure) for figure in result.figures])
     yield ""
     if result.losses.likeness is not LossAgreement.DIFFERENT:
         yield f"- losses: {result.losses.likeness}; {result.losses.words}"
@@ -85,7 +85,7 @@ def _lines(title: str, result: ComparisonResult) -> Iterator[str]:
     yield f"- measured: {result.method}; {rounds}"
     if result.rounds == 1:
         yield "- one round only: the intervals do not include the variation between processes"
-    yield from (f"- {one.name}: {one.note}" for one in result.figures if one.note)
+    yield from (f"- {figure.name}: {figure.note}" for figure in result.figures if figure.note)
     yield from (f"- {note}" for note in result.notes)
 
 

@@ -60,8 +60,11 @@ def _baseline_table(baselines: Sequence[Baseline]) -> list[str]:
 
 def _ratio_table(ratio_baselines: Sequence[tuple[str, ratios.PeerRatios]]) -> list[str]:
     rows = [
-        [name, readable_time(one.captured_at), f"{one.rounds} × {one.steps:,}"]
-        + [f"{one.figures[figure].ratio:.3f}" if figure in one.figures else "–" for figure in ratios.COMPARED_FIGURES]
-        for name, one in ratio_baselines
+        [name, readable_time(stored.captured_at), f"{stored.rounds} × {stored.steps:,}"]
+        + [
+            f"{stored.figures[figure].ratio:.3f}" if figure in stored.figures else "–"
+            for figure in ratios.COMPARED_FIGURES
+        ]
+        for name, stored in ratio_baselines
     ]
     return markdown_table(["ratios to a peer", "captured", "steps", *ratios.COMPARED_FIGURES], rows) if rows else []

@@ -60,7 +60,7 @@ def compare_loss_values(a: Sequence[Sequence[float]], b: Sequence[Sequence[float
     """Like `compare_losses`, for lists of losses per repeat; NaN stands for a loss that is not finite."""
     length = min(len(a[0]), len(b[0]))
     not_finite_text = _not_finite_text(a, b, length)
-    first = next((at for one in (*b, *a) if (at := _first_difference(a[0], one, length)) is not None), None)
+    first = next((at for repeat in (*b, *a) if (at := _first_difference(a[0], repeat, length)) is not None), None)
     if first is None:
         return LossComparison(LossAgreement.IDENTICAL, f"all {length} losses are equal bit for bit{not_finite_text}")
     first_gap, mean_gap = _gaps_between_sides(a, b, length)
@@ -81,7 +81,9 @@ def compare_loss_values(a: Sequence[Sequence[float]], b: Sequence[Sequence[float
 def _gaps_between_sides(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], length: int) -> tuple[float, float]:
     """(relative difference where they first differ, largest of running means), each of the closest pair of runs."""
     pairs = [
-        (_first_gap(one[:length], other[:length]), _mean_gap(one[:length], other[:length])) for one in a for other in b
+        (_first_gap(repeat[:length], other[:length]), _mean_gap(repeat[:length], other[:length]))
+        for repeat in a
+        for other in b
     ]
     return min(early for early, _ in pairs), min(whole for _, whole in pairs)
 
@@ -122,7 +124,9 @@ def _first_difference(a: Sequence[float], b: Sequence[float], length: int) -> in
 
 def _not_finite_text(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], length: int) -> str:
     """At how many steps a repeat of each side is not finite, and where that begins; empty if all are finite."""
-    not_finite_steps = [[at + 1 for at in range(length) if any(math.isnan(one[at]) for one in side)] for side in (a, b)]
+    not_finite_steps = [
+        [at + 1 for at in range(length) if any(math.isnan(repeat[at]) for repeat in side)] for side in (a, b)
+    ]
     if not any(not_finite_steps):
         return ""
     before, now = (str(len(steps) or "none") for steps in not_finite_steps)

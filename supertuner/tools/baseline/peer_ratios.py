@@ -207,7 +207,8 @@ def ratio_lines(ratios: PeerRatios) -> list[str]:
 
 def save_ratios(file: Path, ratios: PeerRatios) -> None:
     figures: dict[str, JSON] = {
-        name: {"ratio": one.ratio, "low": one.bounds[0], "high": one.bounds[1]} for name, one in ratios.figures.items()
+        name: {"ratio": interval.ratio, "low": interval.bounds[0], "high": interval.bounds[1]}
+        for name, interval in ratios.figures.items()
     }
     write_json(
         file,
@@ -261,7 +262,7 @@ def _parse_interval(bounds: Mapping[str, float]) -> RatioInterval:
 
 
 def _build_ratios(result: ComparisonResult, jobs: Sequence[MeasuredJob]) -> PeerRatios:
-    figures = {one.name: one.interval for one in result.figures if one.name in COMPARED_FIGURES}
+    figures = {figure.name: figure.interval for figure in result.figures if figure.name in COMPARED_FIGURES}
     losses = tuple(loss_values(jobs[0]))
     return PeerRatios(now_text(), len(losses), figures, losses, jobs[0].versions, result.rounds, result.method)
 

@@ -104,17 +104,17 @@ class ComparisonResult:
             return RegressionVerdict.UNDECIDED
         return (
             RegressionVerdict.BETTER
-            if any(one.verdict is RegressionVerdict.BETTER for one in self.figures)
+            if any(figure.verdict is RegressionVerdict.BETTER for figure in self.figures)
             else RegressionVerdict.SAME
         )
 
     @property
     def worse(self) -> tuple[ComparedFigure, ...]:
-        return tuple(one for one in self.figures if one.verdict is RegressionVerdict.WORSE)
+        return tuple(figure for figure in self.figures if figure.verdict is RegressionVerdict.WORSE)
 
     @property
     def undecided(self) -> tuple[ComparedFigure, ...]:
-        return tuple(one for one in self.figures if one.verdict is RegressionVerdict.UNDECIDED)
+        return tuple(figure for figure in self.figures if figure.verdict is RegressionVerdict.UNDECIDED)
 
     @property
     def losses_differ(self) -> bool:

@@ -74,7 +74,7 @@ def check_allocator_settings(snapshot: SystemSnapshot) -> CheckResult:
         unknown = f"torch does not know {', '.join(snapshot.torch.refuses)} and fails at its first use of the GPU"
         return bad(TORCH, name, unknown, f"correct it, or `unset {' '.join(snapshot.allocator_variables)}`")
     keys = {
-        var: [one.key for one in alloc_conf.parse_entries(text) if one.is_uvm_key]
+        var: [entry.key for entry in alloc_conf.parse_entries(text) if entry.is_uvm_key]
         for var, text in snapshot.allocator_variables.items()
     }
     holding = [var for var, uvm_keys in keys.items() if uvm_keys]
@@ -147,7 +147,7 @@ def check_hints(snapshot: SystemSnapshot) -> CheckResult:
     if enabled.on:
         return good(PARTS, "hints", f"would be on: {enabled.reason}")
     requested_by_variable = any(
-        one.setting.endswith("enable_uvm_hints") and one.value is True for one in snapshot.variables
+        variable.setting.endswith("enable_uvm_hints") and variable.value is True for variable in snapshot.variables
     )
     if requested_by_variable and enabled.asked and snapshot.facts.gpus:
         return warning(PARTS, "hints", f"would be off: {enabled.reason}", "`unset SIMPLETUNER_GH200_ENABLE_UVM_HINTS`")

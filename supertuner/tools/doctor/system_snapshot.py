@@ -103,7 +103,7 @@ def take_snapshot(
 
     `folder` is the working directory, whose free disk space is recorded; `torch` probes torch in an environment.
     """
-    from supertuner.memory.overflow.plugin import find_plugin
+    from supertuner.memory.overflow_allocator.plugin import find_plugin
 
     with ThreadPoolExecutor(1) as threads:
         torch_facts = threads.submit(torch, environ)

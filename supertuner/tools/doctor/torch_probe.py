@@ -76,12 +76,12 @@ def probe_torch(
 ) -> TorchProbeResult:
     """Examine the torch that `python` imports in this environment."""
     foreign_entries = [
-        one
+        entry
         for name in ALLOCATOR_VARIABLES
-        for one in alloc_conf.parse_entries(environ.get(name, ""))
-        if not one.is_uvm_key
+        for entry in alloc_conf.parse_entries(environ.get(name, ""))
+        if not entry.is_uvm_key
     ]
-    keys_argument = json.dumps([(one.key, one.source_text) for one in foreign_entries])
+    keys_argument = json.dumps([(entry.key, entry.source_text) for entry in foreign_entries])
     child_environ = {name: value for name, value in environ.items() if name not in ALLOCATOR_VARIABLES}
     try:
         completed = subprocess.run(

@@ -33,9 +33,9 @@ from supertuner.memory.hints.api import (
     uvm_hint_override,
 )
 from supertuner.memory.nvml import open_nvml
-from supertuner.memory.overflow.plugin import OverflowStats
-from supertuner.memory.overflow.pools import OverflowPools, open_overflow_pools
-from supertuner.memory.overflow.stats import uvm_stats
+from supertuner.memory.overflow_allocator.plugin import OverflowStats
+from supertuner.memory.overflow_allocator.pools import OverflowPools, open_overflow_pools
+from supertuner.memory.overflow_allocator.stats import uvm_stats
 from supertuner.memory.probe import MachineFacts, free_gpu_bytes, probe_machine
 from supertuner.memory.telemetry.cupti import open_cupti
 from supertuner.memory.telemetry.sampler import NO_CUPTI, GpuTelemetry, MemorySampler

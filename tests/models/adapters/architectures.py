@@ -1,4 +1,4 @@
-"""The full-size denoisers of every family on the meta device, by their published configs: layers without weights."""
+"""The full-size denoisers of every family on the meta device, from their published configs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def architecture(family: str) -> nn.Module:
 
 @cache
 def layers(family: str) -> tuple[str, ...]:
-    """Names of all modules that hold a weight an adapter can change: linear, convolution and norm layers."""
+    """Names of all modules with a weight that an adapter can change: linear, convolution and norm layers."""
     return _adaptable(architecture(family))
 
 
@@ -51,7 +51,7 @@ def _flux() -> nn.Module:
 
 
 def _sd35() -> nn.Module:
-    """SD3.5 medium, whose first 13 blocks have a second attention; large has the other names only."""
+    """SD3.5 medium, whose first 13 blocks have a second attention; the names in large are a subset."""
     return SD3Transformer2DModel(
         sample_size=128, num_layers=24, num_attention_heads=24, attention_head_dim=64, pos_embed_max_size=384,
         joint_attention_dim=4096, caption_projection_dim=1536, pooled_projection_dim=2048, in_channels=16,
@@ -70,7 +70,7 @@ def _sdxl() -> nn.Module:
 
 
 def _wan_as_published(**differs: Any) -> nn.Module:
-    """Wan2.2 14B, as its repositories say; 5B differs in all sizes."""
+    """Wan2.2 14B as published, with changed entries."""
     sizes = {"num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824}
     return WanTransformer3DModel(**{**sizes, "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", **differs})
 
@@ -95,7 +95,7 @@ VARIANTS: Mapping[str, tuple[str, Callable[[], nn.Module]]] = {
     "FLUX.1-schnell": ("flux", FluxTransformer2DModel),
     "stable-diffusion-3.5-large": ("sd3.5", _sd35_large),
 }
-"""Other published sizes: their name → (family, the denoiser)."""
+"""Other published sizes: name → (family, function that builds the denoiser)."""
 
 
 @cache

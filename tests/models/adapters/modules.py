@@ -1,4 +1,4 @@
-"""Small real denoisers of several families, made from a seed, with inputs for them."""
+"""Small denoisers of several families, built from a seed, and their outputs for fixed inputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def flux(seed: int = 0) -> FluxTransformer2DModel:
 
 
 def stable_audio(seed: int = 0) -> StableAudioDiTModel:
-    """It has no add_adapter."""
+    """A denoiser without `add_adapter`."""
     return _build(
         seed, StableAudioDiTModel, sample_size=4, in_channels=3, num_layers=2, attention_head_dim=4,
         num_attention_heads=2, num_key_value_attention_heads=1, out_channels=3, cross_attention_dim=4,
@@ -42,17 +42,26 @@ def wan_output(module: nn.Module) -> torch.Tensor:
 
 def flux_output(module: nn.Module) -> torch.Tensor:
     out: torch.Tensor = module(
-        hidden_states=random_tensor(2, 16, 4), timestep=torch.tensor([0.9, 0.4]), encoder_hidden_states=random_tensor(2, 5, 32),
-        pooled_projections=random_tensor(2, 32), txt_ids=torch.zeros(5, 3), img_ids=torch.zeros(16, 3), return_dict=False,
-    )[0]  # fmt: skip
+        hidden_states=random_tensor(2, 16, 4),
+        timestep=torch.tensor([0.9, 0.4]),
+        encoder_hidden_states=random_tensor(2, 5, 32),
+        pooled_projections=random_tensor(2, 32),
+        txt_ids=torch.zeros(5, 3),
+        img_ids=torch.zeros(16, 3),
+        return_dict=False,
+    )[0]
     return out
 
 
 def stable_audio_output(module: nn.Module) -> torch.Tensor:
     out: torch.Tensor = module(
-        hidden_states=random_tensor(2, 3, 4), timestep=torch.tensor([0.9, 0.4]), encoder_hidden_states=random_tensor(2, 4, 4),
-        global_hidden_states=random_tensor(2, 1, 8), rotary_embedding=None, return_dict=False,
-    )[0]  # fmt: skip
+        hidden_states=random_tensor(2, 3, 4),
+        timestep=torch.tensor([0.9, 0.4]),
+        encoder_hidden_states=random_tensor(2, 4, 4),
+        global_hidden_states=random_tensor(2, 1, 8),
+        rotary_embedding=None,
+        return_dict=False,
+    )[0]
     return out
 
 

@@ -1,4 +1,4 @@
-"""What others make of our files: diffusers computes the same, and lycoris-lora merges them to the same weights.
+"""Our files in other programs: diffusers computes the same output, and lycoris-lora merges to the same weights.
 
 The clients are the real ones, and know nothing of us.
 """
@@ -52,8 +52,8 @@ PRESETS = pytest.mark.parametrize("preset", ["attention", "all_linear"])
 Forward = Callable[[nn.Module], torch.Tensor]
 
 
-def learnt(trained: TrainableExpert) -> TrainableExpert:
-    """As if trained: every tensor has left its first value."""
+def with_trained_values(trained: TrainableExpert) -> TrainableExpert:
+    """Change every trained tensor from its initial value."""
     load_trainable_state(
         trained,
         {name: tensor + 0.1 * random_tensor(*tensor.shape) for name, tensor in trainable_state(trained).items()},
@@ -61,13 +61,13 @@ def learnt(trained: TrainableExpert) -> TrainableExpert:
     return trained
 
 
-def told(facts: dict[str, object], preset: str) -> AdapterSettings:
+def adapter_settings(facts: dict[str, object], preset: str) -> AdapterSettings:
     return AdapterSettings.model_validate({**facts, "targets": preset})
 
 
-def same(loaded: torch.Tensor, wanted: torch.Tensor, bare: torch.Tensor, within: float = 1e-5) -> None:
-    assert (wanted - bare).abs().max() > 1e-2, "the adapter does something"
-    assert (loaded - wanted).abs().max() < within * max(1.0, wanted.abs().max().item())
+def same(loaded: torch.Tensor, expected: torch.Tensor, bare: torch.Tensor, within: float = 1e-5) -> None:
+    assert (expected - bare).abs().max() > 1e-2, "the adapter does something"
+    assert (loaded - expected).abs().max() < within * max(1.0, expected.abs().max().item())
 
 
 @PRESETS
@@ -75,13 +75,13 @@ def same(loaded: torch.Tensor, wanted: torch.Tensor, bare: torch.Tensor, within:
 def test_both_experts_load_into_a_wan_pipeline_and_give_the_trainers_output(
     facts: dict[str, object], preset: str, tmp_path: Path
 ) -> None:
-    settings, wan22 = told(facts, preset), load_family("wan2.2")
+    settings, wan22 = adapter_settings(facts, preset), load_family("wan2.2")
     ours, theirs = build_pipeline(TinyWan(), seed=3), build_pipeline(TinyWan(), seed=3)
     assert isinstance(theirs, WanPipeline)
     parts = {"transformer": "high_noise", "transformer_2": "low_noise"}
     for part, name in parts.items():
         targets = resolve_targets(settings, wan22.target_presets)
-        trained = learnt(attach(getattr(ours, part), settings, targets, seed=1, name=name))
+        trained = with_trained_values(attach(getattr(ours, part), settings, targets, seed=1, name=name))
         save_file(*_file(trained, wan22.export_prefix[part], settings, tmp_path / f"{name}.safetensors"))
         theirs.load_lora_weights(tmp_path / f"{name}.safetensors", load_into_transformer_2=part == "transformer_2")
     for part in parts:
@@ -90,19 +90,19 @@ def test_both_experts_load_into_a_wan_pipeline_and_give_the_trainers_output(
 
 
 def test_files_of_swapped_experts_do_not_give_the_trainers_output(tmp_path: Path) -> None:
-    """Diffusers loads each into the other without a word: whose file it is must be right, and the tests must see it."""
-    settings, wan22 = told({"rank": 4}, "attention"), load_family("wan2.2")
+    """diffusers loads each file into the other expert without an error, so only outputs reveal a swap."""
+    settings, wan22 = adapter_settings({"rank": 4}, "attention"), load_family("wan2.2")
     ours, theirs = build_pipeline(TinyWan(), seed=3), build_pipeline(TinyWan(), seed=3)
     assert isinstance(theirs, WanPipeline)
     parts = {"transformer": "high_noise", "transformer_2": "low_noise"}
     for part, name in parts.items():
-        trained = learnt(attach(getattr(ours, part), settings, ("to_q", "to_v"), seed=1, name=name))
+        trained = with_trained_values(attach(getattr(ours, part), settings, ("to_q", "to_v"), seed=1, name=name))
         save_file(*_file(trained, wan22.export_prefix[part], settings, tmp_path / f"{name}.safetensors"))
     for other, name in (("transformer_2", "high_noise"), ("transformer", "low_noise")):
         theirs.load_lora_weights(tmp_path / f"{name}.safetensors", load_into_transformer_2=other == "transformer_2")
     for part in parts:
-        wanted, loaded = wan_output(getattr(ours, part)), wan_output(getattr(theirs, part))
-        assert (loaded - wanted).abs().max() > 1e-3
+        expected, loaded = wan_output(getattr(ours, part)), wan_output(getattr(theirs, part))
+        assert (loaded - expected).abs().max() > 1e-3
 
 
 @PRESETS
@@ -112,8 +112,8 @@ def test_an_adapter_loads_into_a_flux_pipeline_and_gives_the_trainers_output(
 ) -> None:
     if "modules" in facts:
         facts = {**facts, "modules": ({"match": "transformer_blocks.0.attn.to_q", "rank": 8, "alpha": 2.0},)}
-    settings = told(facts, preset)
-    trained = learnt(
+    settings = adapter_settings(facts, preset)
+    trained = with_trained_values(
         attach(flux(), settings, resolve_targets(settings, load_family("flux").target_presets), seed=1, name="model")
     )
     save_file(*_file(trained, "transformer", settings, tmp_path / "adapter.safetensors"))
@@ -127,14 +127,14 @@ def test_an_adapter_loads_into_a_flux_pipeline_and_gives_the_trainers_output(
 )
 @PRESETS
 @pytest.mark.parametrize("facts", LYCORIS.values(), ids=LYCORIS)
-@pytest.mark.usefixtures("lycoris_is_quiet")
-def test_lycoris_loads_and_merges_to_the_weights_that_were_trained(
+@pytest.mark.usefixtures("silence_lycoris")
+def test_lycoris_loads_and_merges_to_the_trained_weights(
     facts: dict[str, object], preset: str, name: str, make: Callable[[], nn.Module], forward: Forward, tmp_path: Path
 ) -> None:
     if "modules" in facts and name == "flux":
         facts = {**facts, "modules": ({"match": "attn.to_q", "rank": 1, "alpha": 2.0},)}
-    settings = told(facts, preset)
-    trained = learnt(
+    settings = adapter_settings(facts, preset)
+    trained = with_trained_values(
         attach(make(), settings, resolve_targets(settings, load_family(name).target_presets), seed=1, name="model")
     )
     save_file(*_file(trained, "unused", settings, tmp_path / "adapter.safetensors"))
@@ -151,14 +151,14 @@ def test_lycoris_loads_and_merges_to_the_weights_that_were_trained(
 
 
 @pytest.fixture
-def lycoris_is_quiet() -> Iterator[None]:
+def silence_lycoris() -> Iterator[None]:
     logger = logging.getLogger("LyCORIS")
     logger.setLevel(logging.ERROR)
     yield
     logger.setLevel(logging.INFO)
 
 
-def test_lycoris_own_names_are_in_the_file() -> None:
+def test_files_have_the_names_of_lycoris() -> None:
     settings = AdapterSettings(type="lokr", rank=1)
     tensors, metadata = export_tensors(attach(wan(), settings, ("to_q",), seed=1, name="model"), "unused", settings)
     first = "lycoris_blocks_0_attn1_to_q"

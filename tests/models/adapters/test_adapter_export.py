@@ -1,4 +1,4 @@
-"""What is exported is what diffusers loads: the same output from a pipeline that knows nothing of us."""
+"""Exported files in diffusers: its pipelines give the trainer's output."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ CASES = pytest.mark.parametrize("alpha", [None, 3.0, 16.0], ids=["alpha is the r
 PRESETS = pytest.mark.parametrize("preset", ["attention", "attention_mlp", "all_linear"])
 
 
-def learnt(trained: TrainableExpert) -> TrainableExpert:
-    """As if trained: every tensor has left its first value."""
+def with_trained_values(trained: TrainableExpert) -> TrainableExpert:
+    """Change every trained tensor from its initial value."""
     load_trainable_state(
         trained,
         {name: tensor + 0.1 * random_tensor(*tensor.shape) for name, tensor in trainable_state(trained).items()},
@@ -56,7 +56,9 @@ def test_both_experts_load_into_a_wan_pipeline_and_give_the_trainers_output(
     )
     targets = resolve_targets(settings, wan22.target_presets)
     for expert in experts:
-        trained = learnt(attach(getattr(ours, expert.component), settings, targets, seed=1, name=expert.name))
+        trained = with_trained_values(
+            attach(getattr(ours, expert.component), settings, targets, seed=1, name=expert.name)
+        )
         tensors, metadata = export_tensors(trained, wan22.export_prefix[expert.component], settings)
         save_file(tensors, tmp_path / f"{expert.name}.safetensors", metadata)
         second = expert.component == "transformer_2"
@@ -73,7 +75,7 @@ def test_an_adapter_loads_into_a_flux_pipeline_and_gives_the_trainers_output(
 ) -> None:
     settings = AdapterSettings(rank=4, alpha=alpha, targets=preset)
     targets = resolve_targets(settings, load_family("flux").target_presets)
-    trained = learnt(attach(flux(), settings, targets, seed=1, name="model"))
+    trained = with_trained_values(attach(flux(), settings, targets, seed=1, name="model"))
     tensors, metadata = export_tensors(trained, load_family("flux").export_prefix["transformer"], settings)
     assert "transformer.transformer_blocks.0.attn.to_q.lora_A.weight" in tensors
     save_file(tensors, tmp_path / "adapter.safetensors", metadata)
@@ -82,12 +84,12 @@ def test_an_adapter_loads_into_a_flux_pipeline_and_gives_the_trainers_output(
     same(flux_output(pipeline.transformer), flux_output(trained.module), flux_output(flux()))
 
 
-def same(loaded: torch.Tensor, wanted: torch.Tensor, bare: torch.Tensor) -> None:
-    assert (wanted - bare).abs().max() > 1e-2, "the adapter does something"
-    assert (loaded - wanted).abs().max() < 1e-6 * max(1.0, wanted.abs().max().item())
+def same(loaded: torch.Tensor, expected: torch.Tensor, bare: torch.Tensor) -> None:
+    assert (expected - bare).abs().max() > 1e-2, "the adapter does something"
+    assert (loaded - expected).abs().max() < 1e-6 * max(1.0, expected.abs().max().item())
 
 
-def test_the_file_says_what_the_adapter_was_trained_with() -> None:
+def test_the_metadata_has_the_settings_of_the_training() -> None:
     settings = AdapterSettings(rank=4, alpha=3.0)
     _, metadata = export_tensors(attach(wan(), settings, ATTENTION, seed=1, name="low_noise"), "transformer", settings)
     assert json.loads(metadata["supertuner"]) == {
@@ -99,16 +101,16 @@ def test_the_file_says_what_the_adapter_was_trained_with() -> None:
     }
 
 
-def test_an_adapter_whose_alpha_is_its_rank_is_exported_to_the_bit() -> None:
+def test_an_adapter_with_alpha_equal_to_its_rank_is_exported_to_the_bit() -> None:
     settings = AdapterSettings(rank=4)
-    trained = learnt(attach(wan(), settings, ATTENTION, seed=1, name="model"))
+    trained = with_trained_values(attach(wan(), settings, ATTENTION, seed=1, name="model"))
     tensors, _ = export_tensors(trained, "transformer", settings)
     assert all(torch.equal(tensors[f"transformer.{name}"], value) for name, value in trained.parameters.items())
 
 
-def test_an_average_is_exported_while_it_is_applied() -> None:
+def test_an_average_is_exported_inside_temporary_weights() -> None:
     settings = AdapterSettings(rank=4)
-    trained = learnt(attach(wan(), settings, ATTENTION, seed=1, name="model"))
+    trained = with_trained_values(attach(wan(), settings, ATTENTION, seed=1, name="model"))
     average = {name: tensor * 0.5 for name, tensor in trainable_state(trained).items()}
     with temporary_weights(trained, average):
         tensors, _ = export_tensors(trained, "transformer", settings)
@@ -117,7 +119,7 @@ def test_an_average_is_exported_while_it_is_applied() -> None:
 
 def test_a_fully_trained_expert_is_a_folder_that_diffusers_loads(tmp_path: Path) -> None:
     settings = AdapterSettings(type="full")
-    trained = learnt(attach(wan(), settings, (), seed=1, name="model"))
+    trained = with_trained_values(attach(wan(), settings, (), seed=1, name="model"))
     save_full_weights(trained, tmp_path / "transformer")
     assert {file.name for file in (tmp_path / "transformer").iterdir()} == {
         "config.json",
@@ -130,8 +132,8 @@ def test_a_fully_trained_expert_is_a_folder_that_diffusers_loads(tmp_path: Path)
     assert list(tensors) == list(trained.parameters)
 
 
-def test_a_fully_trained_expert_can_be_saved_in_bf16_and_stays_fp32_itself(tmp_path: Path) -> None:
-    trained = learnt(attach(wan(), AdapterSettings(type="full"), (), seed=1, name="model"))
+def test_a_fully_trained_expert_can_be_saved_in_bf16_and_stays_in_fp32(tmp_path: Path) -> None:
+    trained = with_trained_values(attach(wan(), AdapterSettings(type="full"), (), seed=1, name="model"))
     before = trainable_state(trained)
     save_full_weights(trained, tmp_path / "transformer", torch.bfloat16)
     loaded = WanTransformer3DModel.from_pretrained(tmp_path / "transformer", torch_dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Every kind of adapter on every shape of model: it alone learns, all of it does, and it comes and goes to the bit."""
+"""Each adapter type on several models: only the adapter is trained, all of it is, and its state is exact to the bit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def stepped(
 
 @EVERY_SHAPE
 @EVERY_KIND
-def test_the_adapter_learns_all_of_it_and_nothing_else_does(
+def test_all_of_the_adapter_is_trained_and_nothing_else(
     settings: AdapterSettings,
     make: Callable[[], nn.Module],
     forward: Callable[[nn.Module], torch.Tensor],
@@ -89,7 +89,7 @@ def test_the_adapter_learns_all_of_it_and_nothing_else_does(
 
 
 @EVERY_KIND
-def test_an_adapter_is_fp32_and_learns_on_a_bf16_base(settings: AdapterSettings) -> None:
+def test_an_adapter_is_fp32_and_trains_on_a_bf16_base(settings: AdapterSettings) -> None:
     module = wan()
     nn.Module.to(module, torch.bfloat16)
     trained = on_wan(settings, module=module)
@@ -106,8 +106,8 @@ def test_an_adapter_is_fp32_and_learns_on_a_bf16_base(settings: AdapterSettings)
 
 
 @pytest.mark.parametrize("kind", ["locon", "loha", "lokr"])
-def test_a_difference_far_below_the_steps_of_bf16_still_counts(kind: str) -> None:
-    """Added to a weight of 1 in bf16, all that is below 0.0039 would be rounded away."""
+def test_a_difference_below_the_resolution_of_bf16_has_an_effect(kind: str) -> None:
+    """Added to a bf16 weight of 1, a difference below 0.0039 would be rounded away."""
     layer = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(layer.weight)
     settings = AdapterSettings(type=kind, rank=2, lokr_factor=2)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def test_a_difference_far_below_the_steps_of_bf16_still_counts(kind: str) -> Non
     load_trainable_state(
         trained, {name: 0.01 * random_tensor(*tensor.shape) for name, tensor in trainable_state(trained).items()}
     )
-    x = torch.tensor([1.0, -1.0] * 8, dtype=torch.bfloat16)  # the ones make zero of it
+    x = torch.tensor([1.0, -1.0] * 8, dtype=torch.bfloat16)  # sums to zero with equal weights
     difference = trained.module.get_submodule("0.lycoris").get_diff_weight()[0]  # type: ignore[operator]
     assert 0 < difference.abs().max() < 0.0039
     wanted = difference @ x.float()
@@ -123,7 +123,7 @@ def test_a_difference_far_below_the_steps_of_bf16_still_counts(kind: str) -> Non
 
 
 @EVERY_KIND
-def test_an_adapter_begins_with_the_same_bits_whatever_was_drawn_before(settings: AdapterSettings) -> None:
+def test_initial_values_do_not_depend_on_the_global_random_state(settings: AdapterSettings) -> None:
     first = trainable_state(on_wan(settings))
     torch.rand(17)
     before = torch.random.get_rng_state()
@@ -145,7 +145,7 @@ def test_a_state_loaded_into_a_new_module_gives_the_same_output_to_the_bit(setti
 
 
 @EVERY_KIND
-def test_an_average_is_applied_for_a_while_and_the_same_bits_return(settings: AdapterSettings) -> None:
+def test_temporary_weights_apply_an_average_and_restore_the_bits(settings: AdapterSettings) -> None:
     trained = on_wan(settings)
     first = trainable_state(trained)
     stepped(trained, steps=2)
@@ -157,7 +157,7 @@ def test_an_average_is_applied_for_a_while_and_the_same_bits_return(settings: Ad
 
 
 @EVERY_KIND
-def test_gradients_through_checkpointed_blocks_are_those_of_plain_ones(settings: AdapterSettings) -> None:
+def test_gradient_checkpointing_gives_the_same_gradients(settings: AdapterSettings) -> None:
     plain, sparing = on_wan(settings), on_wan(settings)
     sparing.module.enable_gradient_checkpointing()  # type: ignore[operator]
     for trained in (plain, sparing):
@@ -168,7 +168,7 @@ def test_gradients_through_checkpointed_blocks_are_those_of_plain_ones(settings:
 
 
 @pytest.mark.parametrize("kind", ["lora", "locon", "loha", "lokr"])
-def test_an_adapter_learns_on_an_8_bit_base(kind: str) -> None:
+def test_an_adapter_trains_on_an_8_bit_base(kind: str) -> None:
     module = wan()
     quantize_blocks(module, "int8", torch.device("cpu"))
     trained = on_wan(AdapterSettings(type=kind, rank=2), module=module)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def test_an_adapter_learns_on_an_8_bit_base(kind: str) -> None:
     assert all(not torch.equal(first[name], parameter) for name, parameter in trained.parameters.items())
 
 
-def test_whole_weights_of_an_8_bit_base_are_refused() -> None:
+def test_diff_on_an_8_bit_base_raises_an_error() -> None:
     module = wan()
     quantize_blocks(module, "int8", torch.device("cpu"))
     with pytest.raises(ModelError, match=r'type is "diff", but .* are 8-bit .*; set model.base_weights: "as_computed"'):
@@ -185,7 +185,7 @@ def test_whole_weights_of_an_8_bit_base_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "locon", "loha", "lokr"])
-def test_dropout_is_the_adapters_own_and_only_while_training(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dropout_acts_on_the_adapter_and_only_in_training_mode(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     trained = on_wan(AdapterSettings(type=kind, rank=4, dropout=0.5))  # type: ignore[arg-type]
     load_trainable_state(trained, {name: tensor + 0.1 for name, tensor in trainable_state(trained).items()})
     module = trained.module.eval()
@@ -201,7 +201,7 @@ def test_dropout_is_the_adapters_own_and_only_while_training(kind: str, capsys: 
 @pytest.mark.parametrize(
     "kind, tensor", [("lora", "lora_A.weight"), ("locon", "lora_down.weight"), ("loha", "hada_w1_b")]
 )
-def test_each_layer_has_the_rank_of_the_first_entry_that_fits_it(kind: str, tensor: str) -> None:
+def test_each_layer_has_the_rank_of_the_first_matching_entry(kind: str, tensor: str) -> None:
     settings = AdapterSettings.model_validate(
         {
             "type": kind,
@@ -226,7 +226,9 @@ def test_each_layer_has_the_rank_of_the_first_entry_that_fits_it(kind: str, tens
 
 @pytest.mark.parametrize("kind", ["lora", "locon", "loha", "lokr"])
 @pytest.mark.parametrize("rslora, scale", [(False, 3 / 4), (True, 3 / 2)])
-def test_what_is_added_is_scaled_by_alpha_over_the_rank_or_its_root(kind: str, rslora: bool, scale: float) -> None:
+def test_the_adapters_output_is_scaled_by_alpha_over_the_rank_or_its_root(
+    kind: str, rslora: bool, scale: float
+) -> None:
     def added(alpha: float, rslora: bool) -> torch.Tensor:
         module = nn.Sequential(nn.Linear(36, 36, bias=False))
         nn.init.zeros_(module[0].weight)  # type: ignore[arg-type]
@@ -245,12 +247,12 @@ def test_what_is_added_is_scaled_by_alpha_over_the_rank_or_its_root(kind: str, r
     assert torch.allclose(added(3.0, rslora), wanted, rtol=1e-6)
 
 
-def test_an_entry_that_fits_no_layer_is_refused() -> None:
+def test_an_entry_that_matches_no_layer_raises_an_error() -> None:
     settings = AdapterSettings.model_validate({"modules": ({"match": "ffn.net.2", "rank": 8},)})
-    with pytest.raises(ModelError) as refusal:
+    with pytest.raises(ModelError) as caught:
         on_wan(settings)
-    assert "modules[0].match is 'ffn.net.2', and no layer of high_noise" in str(refusal.value)
-    assert "there are blocks.0.attn1.to_q, blocks.0.attn1.to_k" in str(refusal.value)
+    assert "modules[0].match is 'ffn.net.2', which matches no adapted layer of high_noise" in str(caught.value)
+    assert "these are blocks.0.attn1.to_q, blocks.0.attn1.to_k" in str(caught.value)
 
 
 def test_an_expert_has_its_own_rank_alpha_and_targets() -> None:
@@ -263,7 +265,7 @@ def test_an_expert_has_its_own_rank_alpha_and_targets() -> None:
     assert only == settings
 
 
-def test_lokr_says_where_it_takes_whole_matrices() -> None:
+def test_lokr_reports_layers_with_full_matrices() -> None:
     assert on_wan(AdapterSettings(type="lokr", rank=1)).note is None
     remark = on_wan(AdapterSettings(type="lokr", rank=64)).note
     assert remark is not None and "on 16 of 16 layers (blocks.0.attn1.to_q …)" in remark

@@ -1,4 +1,4 @@
-"""Every kind of adapter on the families themselves: all of it learns and nothing else does, and its clients load it.
+"""Each adapter type on each family: all of it is trained, nothing else is, and other programs load it.
 
 Wan and Flux are gone through layer by layer in tests/models_parts; here are the families with other layers.
 """
@@ -21,7 +21,7 @@ from supertuner.models.adapters.attach import TrainableExpert, attach, export_te
 from tests.models.adapters.test_adapter_kinds import KINDS
 from tests.models.families.pipelines import CASES as ALL
 from tests.models.families.pipelines import WrittenPipeline
-from tests.models.families.test_exported_samples import learnt
+from tests.models.families.test_exported_samples import with_trained_values
 from tests.models.families.test_family_contract import encoded
 from tests.models.families.test_like_the_pipeline import loaded
 
@@ -48,22 +48,20 @@ def forward_of(written: WrittenPipeline) -> Callable[[nn.Module], torch.Tensor]:
 
 
 def attached(written: WrittenPipeline, settings: AdapterSettings, module: nn.Module) -> TrainableExpert:
-    """On as many layers as the family has a preset for."""
+    """On the layers of the family's largest preset."""
     preset = "all_layers" if "all_layers" in written.family.target_presets else "all_linear"
     targets = resolve_targets(settings.model_copy(update={"targets": preset}), written.family.target_presets)
     return attach(module, settings, targets, seed=1, name="model")
 
 
 def unreached(written: WrittenPipeline, name: str) -> bool:
-    """By design: see the case."""
+    """Whether the layer gets no gradient by design (see `FamilyCase`)."""
     return bool(written.case.without_gradient) and name.startswith(written.case.without_gradient)
 
 
 @FAMILIES
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
-def test_the_adapter_learns_all_of_it_and_nothing_else_does(
-    written: WrittenPipeline, settings: AdapterSettings
-) -> None:
+def test_all_of_the_adapter_is_trained_and_nothing_else(written: WrittenPipeline, settings: AdapterSettings) -> None:
     module, forward = module_of(written), forward_of(written)
     trained = attached(written, settings, module)
     first = trainable_state(trained)
@@ -82,12 +80,12 @@ def test_the_adapter_learns_all_of_it_and_nothing_else_does(
 
 @FAMILIES
 @pytest.mark.parametrize("settings", BY_PEFT.values(), ids=BY_PEFT)
-def test_what_peft_trained_loads_into_the_pipeline(
+def test_an_adapter_of_peft_loads_into_the_pipeline(
     written: WrittenPipeline, loaded: Any, settings: AdapterSettings, tmp_path: Path
 ) -> None:
     part = written.model.experts[0].component
     forward = forward_of(written)
-    trained = learnt(attached(written, settings, module_of(written)))
+    trained = with_trained_values(attached(written, settings, module_of(written)))
     tensors, metadata = export_tensors(trained, written.family.export_prefix[part], settings)
     save_file(tensors, tmp_path / "adapter.safetensors", metadata)
     loaded.load_lora_weights(tmp_path / "adapter.safetensors")
@@ -97,12 +95,12 @@ def test_what_peft_trained_loads_into_the_pipeline(
 
 @FAMILIES
 @pytest.mark.parametrize("settings", BY_LYCORIS.values(), ids=BY_LYCORIS)
-@pytest.mark.usefixtures("lycoris_is_quiet")
-def test_what_lycoris_trained_loads_by_its_own_loader_and_merges_to_the_same_output(
+@pytest.mark.usefixtures("silence_lycoris")
+def test_an_adapter_of_lycoris_loads_and_merges_to_the_same_output(
     written: WrittenPipeline, settings: AdapterSettings, tmp_path: Path
 ) -> None:
     forward = forward_of(written)
-    trained = learnt(attached(written, settings, module_of(written)))
+    trained = with_trained_values(attached(written, settings, module_of(written)))
     tensors, metadata = export_tensors(trained, "unused", settings)
     save_file(tensors, tmp_path / "adapter.safetensors", metadata)
     theirs = module_of(written)
@@ -113,13 +111,13 @@ def test_what_lycoris_trained_loads_by_its_own_loader_and_merges_to_the_same_out
         same(forward(theirs), forward(trained.module), forward(module_of(written)))
 
 
-def same(loaded: torch.Tensor, wanted: torch.Tensor, bare: torch.Tensor) -> None:
-    assert (wanted - bare).abs().max() > 1e-2, "the adapter does something"
-    assert (loaded - wanted).abs().max() < 1e-5 * max(1.0, wanted.abs().max().item())
+def same(loaded: torch.Tensor, expected: torch.Tensor, bare: torch.Tensor) -> None:
+    assert (expected - bare).abs().max() > 1e-2, "the adapter does something"
+    assert (loaded - expected).abs().max() < 1e-5 * max(1.0, expected.abs().max().item())
 
 
 @pytest.fixture
-def lycoris_is_quiet() -> Iterator[None]:
+def silence_lycoris() -> Iterator[None]:
     logger = logging.getLogger("LyCORIS")
     logger.setLevel(logging.ERROR)
     yield

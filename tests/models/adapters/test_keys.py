@@ -36,7 +36,7 @@ OF_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 @cache
 def canonical_layers(family: str, naming: LayerNaming) -> tuple[str, ...]:
-    """The layers that have a name of their own in this naming, fused ones under theirs."""
+    """The canonical names of all layers in this naming; fused layers under their own names."""
     real, rows = layers(family), FAMILY_LAYERS[family].original_names
     if naming == "diffusers":
         return real
@@ -72,7 +72,7 @@ def names_of(family: str, scheme: KeyScheme, tensors: tuple[str, ...]) -> list[A
 
 
 @pytest.mark.parametrize("family", FAMILY_MODULES)
-def test_every_family_that_can_be_trained_has_its_layers_in_the_table(family: str) -> None:
+def test_every_family_has_a_table_of_layers(family: str) -> None:
     assert layer_table_family(family) in FAMILY_LAYERS and layer_table_family(family) in FAMILIES
     assert COMFYUI_SCHEMES[layer_table_family(family)] in KEY_SCHEMES
 
@@ -85,10 +85,10 @@ def test_every_layer_of_the_full_size_model_has_a_row(family: str) -> None:
 
 
 @OF_FAMILY
-def test_no_row_is_a_layer_that_the_model_does_not_have(family: str) -> None:
+def test_every_row_is_a_layer_of_the_model(family: str) -> None:
     real = {_row_of(name, family) for name in layers(family)}
     optional = {row for row in FAMILY_LAYERS[family].original_names if row not in real}
-    if family == "sdxl":  # rows for attention where SDXL has none, resnets that need no shortcut
+    if family == "sdxl":  # the table also has rows for attention and shortcuts that SDXL lacks
         optional = {row for row in optional if ".attentions." not in row and not row.endswith("conv_shortcut")}
     assert all(len(fused_members(row)) > 1 for row in optional), optional
     assert all(one in real for row in optional for one in fused_members(row))
@@ -97,11 +97,11 @@ def test_no_row_is_a_layer_that_the_model_does_not_have(family: str) -> None:
 @OF_FAMILY
 @pytest.mark.parametrize("style", KEY_STYLES)
 @pytest.mark.parametrize("naming", LAYER_NAMINGS)
-def test_every_layer_in_every_style_is_read_as_what_was_written(family: str, style: str, naming: LayerNaming) -> None:
+def test_every_layer_in_every_style_is_read_back(family: str, style: str, naming: LayerNaming) -> None:
     scheme = KeyScheme(style, naming, "kohya")
     wanted = names_of(family, scheme, ("lora_A",))
     if not wanted:
-        return  # a style that marks experts, of a family that has one
+        return  # a style that names experts, for a family with one expert
     keys = {format_key(name, scheme, family): name for name in wanted}
     assert len(keys) == len(wanted), "two names have one key"
     found = read_keys(keys)
@@ -114,7 +114,7 @@ def test_every_layer_in_every_style_is_read_as_what_was_written(family: str, sty
 
 @OF_FAMILY
 @pytest.mark.parametrize("spelling", TENSOR_SPELLINGS)
-def test_every_tensor_in_every_spelling_is_read_as_what_was_written(family: str, spelling: str) -> None:
+def test_every_tensor_in_every_spelling_is_read_back(family: str, spelling: str) -> None:
     for style in KEY_STYLES:
         for naming in LAYER_NAMINGS:
             scheme = KeyScheme(style, naming, spelling)
@@ -129,7 +129,7 @@ def test_every_tensor_in_every_spelling_is_read_as_what_was_written(family: str,
 
 
 @OF_FAMILY
-def test_a_tensor_of_any_layer_is_told_from_the_layer_s_name_in_every_style(family: str) -> None:
+def test_a_tensor_name_is_separated_from_every_layer_name_in_every_style(family: str) -> None:
     """With the test of every layer above, this is every tensor of every layer in every scheme: what a key means is
     what stands before the tensor's name, and the tensor. Parts before the last three are never looked at, and of the
     numbers of blocks one is as good as another."""
@@ -151,9 +151,7 @@ def test_a_tensor_of_any_layer_is_told_from_the_layer_s_name_in_every_style(fami
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("naming", LAYER_NAMINGS)
-def test_the_other_published_sizes_of_a_family_have_layers_that_are_in_the_table(
-    name: str, naming: LayerNaming
-) -> None:
+def test_the_layers_of_other_published_sizes_are_in_the_table(name: str, naming: LayerNaming) -> None:
     family, scheme = VARIANTS[name][0], KeyScheme("lora_unet", naming, "kohya")
     rows = FAMILY_LAYERS[family].original_names
     assert len(variant_layers(name)) > 300
@@ -170,8 +168,8 @@ def test_the_other_published_sizes_of_a_family_have_layers_that_are_in_the_table
 @OF_FAMILY
 @pytest.mark.parametrize("style", KEY_STYLES)
 @pytest.mark.parametrize("naming", LAYER_NAMINGS)
-def test_a_key_alone_means_one_thing(family: str, style: str, naming: LayerNaming) -> None:
-    """But for `transformer.`, which is one expert's or does not say; its file decides."""
+def test_a_key_alone_has_one_meaning(family: str, style: str, naming: LayerNaming) -> None:
+    """Except with `transformer.`, which names one expert or none, depending on the other keys of the file."""
     scheme = KeyScheme(style, naming, "kohya")
     for name in names_of(family, scheme, ("lora_B",))[::19]:
         key = format_key(name, scheme, family)
@@ -184,7 +182,7 @@ def test_a_key_alone_means_one_thing(family: str, style: str, naming: LayerNamin
             assert {one.expert for one in meanings} == {name.expert}
 
 
-def test_a_block_number_is_no_stage() -> None:
+def test_a_block_number_is_not_read_as_an_expert() -> None:
     one = read_keys(
         ["lycoris_transformer_1_blocks_2_attn1_to_q.lokr_w1", "lycoris_transformer_2_blocks_1_attn1_to_q.lokr_w1"]
     )
@@ -201,7 +199,7 @@ def test_a_block_number_is_no_stage() -> None:
     ]
 
 
-def test_transformer_is_the_high_noise_expert_only_beside_transformer_2() -> None:
+def test_transformer_is_the_high_noise_expert_only_together_with_transformer_2() -> None:
     high, low = "transformer.blocks.0.attn1.to_q.lora_A.weight", "transformer_2.blocks.0.attn1.to_q.lora_A.weight"
     assert read_keys([high]).experts == (None,)
     assert read_keys([high, low]).experts == ("high_noise", "low_noise")
@@ -227,7 +225,7 @@ def test_transformer_is_the_high_noise_expert_only_beside_transformer_2() -> Non
         "",
     ],
 )
-def test_a_key_that_is_almost_right_is_reported(key: str) -> None:
+def test_an_almost_correct_key_is_reported(key: str) -> None:
     right = "lora_unet_blocks_0_self_attn_q.lora_down.weight"
     found = read_keys([right, key])
     assert list(found.names) == [right] and list(found.unknown) == [key] and found.unknown[key]
@@ -242,34 +240,34 @@ def test_two_keys_of_one_tensor_are_both_reported() -> None:
     assert list(found.unknown) == twice and len(found.names) == 1
 
 
-def test_a_file_of_two_schemes_reports_the_smaller_part() -> None:
+def test_a_file_with_two_schemes_reports_the_smaller_part() -> None:
     kohya = [f"lora_unet_blocks_{n}_self_attn_q.lora_down.weight" for n in range(3)]
     found = read_keys([*kohya, "transformer.blocks.0.attn1.to_k.lora_A.weight"])
     assert list(found.names) == kohya
     assert "another scheme" in found.unknown["transformer.blocks.0.attn1.to_k.lora_A.weight"]
 
 
-def test_layers_that_families_share_leave_the_family_open() -> None:
+def test_layers_that_families_share_do_not_determine_the_family() -> None:
     found = read_keys(["transformer.transformer_blocks.0.attn.to_q.lora_A.weight"])
     assert set(found.families) == {"flux", "qwen-image", "sd3.5"}
-    with pytest.raises(ModelError, match="say which family"):
+    with pytest.raises(ModelError, match="choose the family with --family"):
         _ = found.family
     assert read_keys(found.names, "sd3.5").family == "sd3.5"
 
 
-def test_what_a_scheme_has_no_word_for_is_refused() -> None:
-    with pytest.raises(ModelError, match="no word for an expert"):
+def test_names_that_a_scheme_cannot_express_raise_an_error() -> None:
+    with pytest.raises(ModelError, match="cannot name an expert"):
         format_key(AdapterTensorName("low_noise", "blocks.0.attn1.to_q", "lora_A"), KEY_SCHEMES["kohya"], "wan2.2")
-    with pytest.raises(ModelError, match="name the expert"):
+    with pytest.raises(ModelError, match="choose the expert"):
         format_key(AdapterTensorName(None, "blocks.0.attn1.to_q", "lora_A"), KEY_SCHEMES["diffusers-pair"], "wan2.2")
-    with pytest.raises(ModelError, match="not a layer of its own"):
+    with pytest.raises(ModelError, match="not a separate layer"):
         format_key(AdapterTensorName(None, "transformer_blocks.0.attn.to_q", "lora_A"), KEY_SCHEMES["kohya"], "flux")
     with pytest.raises(ModelError, match=r"not a layer of wan2\.2"):
         format_key(AdapterTensorName(None, "blocks.0.attn3.to_q", "lora_A"), KEY_SCHEMES["kohya"], "wan2.2")
 
 
 @OF_FAMILY
-def test_what_is_written_for_comfyui_is_what_its_rules_read(family: str) -> None:
+def test_the_scheme_for_comfyui_is_readable_by_its_rules(family: str) -> None:
     scheme = KEY_SCHEMES[COMFYUI_SCHEMES[family]]
     assert comfyui_reads(family, scheme)
     assert comfyui_reads("wan2.2", KEY_SCHEMES["diffusers"]) is False, "ComfyUI knows no diffusers' names of Wan"

@@ -29,7 +29,7 @@ RANK = 4
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
+def silence_loggers() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     yield
@@ -37,7 +37,7 @@ def quiet() -> Iterator[None]:
 
 
 def original_rows(family: str) -> list[tuple[str, str]]:
-    """(diffusers' or canonical layer, the original's) of every layer of the full-size model that has both."""
+    """(canonical layer, original name) of every layer of the full-size model that has both."""
     found = []
     for key, name in _canonical(family).items():
         found.append((name, key.removeprefix("diffusion_model.").removesuffix(".lora_A.weight")))
@@ -57,11 +57,11 @@ def _canonical(family: str) -> dict[str, str]:
 
 
 def marked(number: int, rows: int = 2) -> torch.Tensor:
-    """A tensor that says which it is, wherever it goes."""
+    """A tensor filled with a number that identifies it."""
     return torch.full((rows, 1), float(number))
 
 
-def test_wan_s_own_names_are_those_that_diffusers_converts() -> None:
+def test_the_original_names_of_wan_agree_with_diffusers_converter() -> None:
     rows = original_rows("wan2.2")
     converted = originals.convert_wan_transformer_to_diffusers(
         {f"{theirs}.weight": marked(number) for number, (_, theirs) in enumerate(rows)}
@@ -71,7 +71,7 @@ def test_wan_s_own_names_are_those_that_diffusers_converts() -> None:
     assert len(rows) == len(layers("wan2.2"))
 
 
-def test_flux_s_own_names_are_those_that_diffusers_converts() -> None:
+def test_the_original_names_of_flux_agree_with_diffusers_converter() -> None:
     rows = original_rows("flux")
     given: Tensors = {
         "final_layer.adaLN_modulation.1.weight": marked(-1),
@@ -89,7 +89,7 @@ def test_flux_s_own_names_are_those_that_diffusers_converts() -> None:
             assert int(converted[f"{one}.weight"][0, 0]) == number
 
 
-def test_sd3_s_own_names_are_those_that_diffusers_converts() -> None:
+def test_the_original_names_of_sd3_agree_with_diffusers_converter() -> None:
     rows = original_rows("sd3.5")
     given: Tensors = {"pos_embed": marked(-1)}
     for block in range(24):
@@ -108,7 +108,7 @@ def test_sd3_s_own_names_are_those_that_diffusers_converts() -> None:
             assert int(converted[f"{one}.weight"][0, 0]) == number
 
 
-def test_sdxl_s_own_names_are_those_that_diffusers_converts() -> None:
+def test_the_original_names_of_sdxl_agree_with_diffusers_converter() -> None:
     rows = original_rows("sdxl")
     prefix = "model.diffusion_model."
     given = {
@@ -128,7 +128,7 @@ def test_sdxl_s_own_names_are_those_that_diffusers_converts() -> None:
 
 
 def lora_file(family: str, scheme: KeyScheme, layers_: list[str], alpha: bool) -> tuple[Tensors, dict[str, float]]:
-    """A file in the scheme, and for each layer the number that its matrices are filled with."""
+    """A file in the scheme, and for each layer the number that fills its matrices."""
     found: Tensors = {}
     numbers = {layer: float(number + 1) for number, layer in enumerate(layers_)}
     for layer, number in numbers.items():
@@ -140,7 +140,7 @@ def lora_file(family: str, scheme: KeyScheme, layers_: list[str], alpha: bool) -
 
 
 def check(converted: Tensors, numbers: dict[str, float], family: str, part: str = "transformer") -> None:
-    """The converter gave every layer its own matrices, and our reading of its result agrees."""
+    """The converter gave every layer its own matrices, and `read_keys` agrees with it."""
     for layer, number in numbers.items():
         assert float(converted[f"{part}.{layer}.lora_A.weight"][0, 0]) == number, layer
         assert float(converted[f"{part}.{layer}.lora_B.weight"][0, 0]) == number, layer
@@ -153,34 +153,34 @@ WAN_BLOCK = re.compile(r"blocks\.\d+\.(attn\d\.to_|attn2\.add_|ffn\.)")
 
 
 @pytest.mark.parametrize("scheme", ["original", "original-down-up"])
-def test_diffusers_understands_wan_lora_in_the_original_s_names(scheme: str) -> None:
+def test_diffusers_reads_a_wan_lora_with_original_names(scheme: str) -> None:
     wanted = [one for one in layers("wan2.2") if WAN_BLOCK.match(one)]
     given, numbers = lora_file("wan2.2", KEY_SCHEMES[scheme], wanted, alpha=scheme != "original")
     check(converters._convert_non_diffusers_wan_lora_to_diffusers(given), numbers, "wan2.2")
 
 
-def test_diffusers_understands_the_rest_of_wan_in_the_original_s_names() -> None:
-    """Without alpha: it knows none of these layers'."""
+def test_diffusers_reads_the_other_layers_of_wan_with_original_names() -> None:
+    """Without alpha, which diffusers does not support for these layers."""
     rest = [one for one in layers("wan2.2") if not one.startswith("blocks.") and "norm" not in one]
-    rest.remove("patch_embedding")  # no LoRA of it is known to diffusers
+    rest.remove("patch_embedding")  # diffusers supports no LoRA of it
     given, numbers = lora_file("wan2.2", KEY_SCHEMES["original"], ["blocks.0.attn1.to_q", *rest], alpha=False)
     check(converters._convert_non_diffusers_wan_lora_to_diffusers(given), numbers, "wan2.2")
 
 
-def test_diffusers_understands_wan_lora_of_kohya_s_musubi() -> None:
+def test_diffusers_reads_a_wan_lora_of_musubi_tuner() -> None:
     wanted = [one for one in layers("wan2.2") if WAN_BLOCK.match(one) and "add_" not in one]
     given, numbers = lora_file("wan2.2", KEY_SCHEMES["kohya"], wanted, alpha=True)
     check(converters._convert_musubi_wan_lora_to_diffusers(given), numbers, "wan2.2")
 
 
 @pytest.mark.parametrize("scheme", ["kohya-diffusers", "original", "original-down-up"])
-def test_diffusers_understands_qwen_lora(scheme: str) -> None:
+def test_diffusers_reads_a_qwen_lora(scheme: str) -> None:
     wanted = [one for one in layers("qwen-image") if "norm_" not in one.replace("norm_out", "") and one != "txt_norm"]
     given, numbers = lora_file("qwen-image", KEY_SCHEMES[scheme], wanted, alpha=scheme != "original")
     check(converters._convert_non_diffusers_qwen_lora_to_diffusers(given), numbers, "qwen-image")
 
 
-def test_diffusers_understands_flux_lora_of_kohya_where_layers_are_not_fused() -> None:
+def test_diffusers_reads_a_flux_lora_of_kohya_without_fused_layers() -> None:
     rows = FAMILY_LAYERS["flux"].original_names
     wanted = [
         one
@@ -193,7 +193,7 @@ def test_diffusers_understands_flux_lora_of_kohya_where_layers_are_not_fused() -
     check(converters._convert_kohya_flux_lora_to_diffusers(given), numbers, "flux")
 
 
-def test_diffusers_understands_flux_lora_of_onetrainer() -> None:
+def test_diffusers_reads_a_flux_lora_of_onetrainer() -> None:
     wanted = [one for one in layers("flux") if ".attn.to_" in one or ("_proj" in one and ".attn." in one)]
     given, numbers = lora_file("flux", KEY_SCHEMES["onetrainer"], wanted, alpha=True)
     check(converters._convert_kohya_flux_lora_to_diffusers(given), numbers, "flux")
@@ -203,7 +203,7 @@ SDXL_KNOWN = ("to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net
 
 
 @pytest.mark.parametrize("scheme", ["kohya", "kohya-diffusers"])
-def test_diffusers_understands_sdxl_lora_of_kohya(scheme: str) -> None:
+def test_diffusers_reads_an_sdxl_lora_of_kohya(scheme: str) -> None:
     wanted = [one for one in layers("sdxl") if one.endswith(SDXL_KNOWN)]
     given, numbers = lora_file("sdxl", KEY_SCHEMES[scheme], wanted, alpha=True)
     unet = architecture("sdxl")
@@ -223,7 +223,7 @@ def test_diffusers_understands_sdxl_lora_of_kohya(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_peft_s_own_keys_are_read_in_full(dora: bool) -> None:
+def test_all_keys_of_peft_are_read(dora: bool) -> None:
     module = wan()
     targets = ["to_q", "to_out.0", "ffn.net.2", "proj_out", "patch_embedding", "time_proj"]
     inject_adapter_in_model(LoraConfig(r=2, target_modules=targets, use_dora=dora, lora_bias=False), module)
@@ -238,7 +238,7 @@ def test_peft_s_own_keys_are_read_in_full(dora: bool) -> None:
 
 @pytest.mark.parametrize("algo", ["lora", "loha", "lokr", "full"])
 @pytest.mark.parametrize(("make", "family"), [(wan, "wan2.2"), (flux, "flux")])
-def test_lycoris_s_own_keys_are_read_in_full(
+def test_all_keys_of_lycoris_are_read(
     algo: str, make: Callable[[], nn.Module], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for setting in ("TARGET_REPLACE_MODULE", "TARGET_REPLACE_NAME", "ENABLE_CONV"):
@@ -259,7 +259,7 @@ def test_lycoris_s_own_keys_are_read_in_full(
     assert {name.module for name in found.names.values()} == layers_
 
 
-def test_a_swapped_expert_lands_elsewhere_in_diffusers() -> None:
+def test_swapped_experts_have_different_keys_in_diffusers() -> None:
     """The high-noise expert is `transformer` in diffusers and `transformer_1` in ai-toolkit, the low one is `_2`."""
     given = {
         f"transformer_{stage}.blocks.0.attn1.to_q.lora_{side}.weight": torch.full((2, 2), float(stage))

@@ -1,4 +1,4 @@
-"""The presets of adapter targets on the architectures as they are published, built in no memory."""
+"""The presets of adapter targets on the published architectures, on the meta device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def layers(module: nn.Module, *kinds: type[nn.Module]) -> set[str]:
     return {name for name, layer in module.named_modules() if isinstance(layer, kinds)}
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "wan2.2"])  # there with layers of Wan2.1 too
-def test_each_preset_has_linear_layers_only_and_all_linear_has_all_of_them(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "wan2.2"])  # its table includes layers of Wan2.1
+def test_presets_have_only_linear_layers_and_all_linear_has_all_of_them(name: str) -> None:
     module, targets = architecture(name), load_family(name).target_presets
     linear = layers(module, nn.Linear)
     found = [named(module, tuple(targets[preset])) for preset in ("attention", "attention_mlp", "all_linear")]

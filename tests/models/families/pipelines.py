@@ -24,29 +24,29 @@ from supertuner.models.spec import Family, ImageTextEncoder, ModelDescription, M
 
 @dataclass(frozen=True)
 class FamilyCase:
-    """A family, one of its variants, and the shape of media that it takes."""
+    """A variant of a family, and a shape of media that it supports."""
 
     name: str
     family: str
     build: Callable[[int], Any]
     shape: tuple[int, ...]
     without_gradient: tuple[str, ...] = ()
-    """Beginnings of names of layers that lead to no output by design, so that no gradient reaches them."""
+    """Prefixes of layers that by design do not influence the output, so that they get no gradient."""
     last_layer: str = "proj_out"
     """The denoiser's last layer."""
     token_layer: str = "proj_out"
-    """A layer whose input has a row for each token."""
+    """A layer whose input has one row per token."""
     forbidden_offset: int = 8
-    """Pixels by which a side must not be longer or shorter."""
+    """Changing a side by this number of pixels makes it unsupported."""
 
 
 LAST_BLOCK_TEXT_LAYERS = tuple(
     f"transformer_blocks.1.{name}" for name in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp")
 )
-"""The last block's text is thrown away: only its keys and values lead to the picture."""
+"""The text output of the last block is unused: only its keys and values influence the image."""
 
 TEXT_QUERIES = ("transformer_blocks.1.attn.add_q_proj",)
-"""The last block has no use for its text, and still projects its queries."""
+"""The last block computes text queries but does not use the result."""
 
 UNET_OPTIONS: dict[str, Any] = {
     "last_layer": "conv_out",
@@ -57,7 +57,7 @@ UNET_OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class WrittenPipeline:
-    """A variant's pipeline on disk, as its family reads it."""
+    """A variant's pipeline on disk, and its description."""
 
     case: FamilyCase
     family: Family
@@ -68,7 +68,7 @@ class WrittenPipeline:
         return Path(self.model.source.path)
 
     def text_encoder(self, dtype: torch.dtype) -> TextEncoder:
-        """The family's; of one that edits, all captions are about one picture."""
+        """The family's text encoder; that of an editing model gets the same image with every caption."""
         encoder = self.family.build_text_encoder(self.model, torch.device("cpu"), dtype)
         return SingleImageTextEncoder(encoder) if isinstance(encoder, ImageTextEncoder) else encoder
 
@@ -82,8 +82,8 @@ class SingleImageTextEncoder:
         return self._encoder.truncated_captions
 
     def encode(self, captions: Sequence[str]) -> list[Tensors]:
-        picture = torch.arange(3 * 64 * 32).reshape(3, 64, 32).to(torch.uint8)
-        return self._encoder.encode_with_images(captions, [picture] * len(captions))
+        image = torch.arange(3 * 64 * 32).reshape(3, 64, 32).to(torch.uint8)
+        return self._encoder.encode_with_images(captions, [image] * len(captions))
 
 
 CASES = (
@@ -127,12 +127,12 @@ EDIT_CASE = FamilyCase(
     (3, 32, 48),
     without_gradient=LAST_BLOCK_TEXT_LAYERS,
 )
-"""Its own pipeline wants torchvision to be loaded; it is held against that in tests of its own."""
+"""Its diffusers pipeline needs torchvision; test_qwen_image_edit.py compares with it."""
 
 
 @pytest.fixture(scope="session", params=CASES, ids=lambda case: case.name)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> WrittenPipeline:
-    """Every variant of every family in turn."""
+    """Each variant of each family."""
     case: FamilyCase = request.param
     source = _write_once(tmp_path_factory, case.name)
     return WrittenPipeline(case, load_family(case.family), load_family(case.family).read_model(source))
@@ -140,7 +140,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="session")
 def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
-    """Text to video, two experts."""
+    """Text-to-video with two experts."""
     return _write_once(tmp_path_factory, "wan-t2v")
 
 
@@ -151,7 +151,7 @@ def tiny_wan_image_to_video(tmp_path_factory: pytest.TempPathFactory) -> ModelSo
 
 @pytest.fixture(scope="session")
 def tiny_wan_5b(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
-    """One expert, a timestep per token."""
+    """One expert, with one timestep per token."""
     return _write_once(tmp_path_factory, "wan-5b")
 
 

@@ -1,4 +1,4 @@
-"""An exported adapter in the family's own pipeline, loaded by diffusers alone, gives the trainer's own samples."""
+"""An exported adapter, loaded by diffusers into the family's pipeline, gives the trainer's samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from supertuner.models.adapters.attach import (
 )
 from tests.models.families.pipelines import CASES as ALL
 from tests.models.families.pipelines import WrittenPipeline
-from tests.models.families.test_family_contract import CPU, wanted
+from tests.models.families.test_family_contract import CPU, sample_request
 from tests.models.families.test_like_the_pipeline import PROMPT, loaded, run
 
 __all__ = ["loaded"]
@@ -29,12 +29,12 @@ __all__ = ["loaded"]
 CASES = [case for case in ALL if case.name in ("flux-dev", "qwen-image", "sd3.5", "sdxl", "sdxl-v", "wan-t2v")]
 SETTINGS = {
     targets: AdapterSettings(rank=4, alpha=2.0, targets=targets)
-    for targets in ("all_linear", "all_layers")  # convolutions too, where a family has them
+    for targets in ("all_linear", "all_layers")  # with convolutions, if the family has them
 }
 
 
-def learnt(trained: TrainableExpert) -> TrainableExpert:
-    """As if trained: every tensor has left its first value."""
+def with_trained_values(trained: TrainableExpert) -> TrainableExpert:
+    """Change every trained tensor from its initial value."""
     drawn = torch.Generator().manual_seed(5)
     values = {
         name: one + 0.1 * torch.randn(one.shape, generator=drawn) for name, one in trainable_state(trained).items()
@@ -44,7 +44,7 @@ def learnt(trained: TrainableExpert) -> TrainableExpert:
 
 
 class DecodedOutputs:
-    """What a pipeline's VAE decodes, before it is rounded."""
+    """Records what a pipeline's VAE decodes, before rounding."""
 
     def __init__(self, vae: nn.Module) -> None:
         self._outputs: list[torch.Tensor] = []
@@ -52,7 +52,7 @@ class DecodedOutputs:
         decoder.register_forward_hook(lambda _module, _inputs, output: self._outputs.append(output.clone()))
 
     def take(self) -> torch.Tensor:
-        """All of it since the last time."""
+        """Everything since the last call."""
         together = torch.cat([output.flatten() for output in self._outputs])
         self._outputs.clear()
         return together
@@ -60,7 +60,7 @@ class DecodedOutputs:
 
 @pytest.mark.parametrize("written", CASES, ids=lambda case: case.name, indirect=True)
 def test_an_exported_adapter_gives_the_trainers_samples(written: WrittenPipeline, loaded: Any, tmp_path: Path) -> None:
-    family, model, request = written.family, written.model, wanted(written, prompt=PROMPT)
+    family, model, request = written.family, written.model, sample_request(written, prompt=PROMPT)
     assert request.image is not None
     options = {"guidance_scale": request.guidance_scale, "output_type": "np"}
     decoded = DecodedOutputs(loaded.vae)
@@ -70,7 +70,7 @@ def test_an_exported_adapter_gives_the_trainers_samples(written: WrittenPipeline
     parts = {}
     for expert in model.experts:
         module = family.load_denoiser(model, expert, torch.float32)
-        trained = learnt(
+        trained = with_trained_values(
             attach(module, settings, resolve_targets(settings, family.target_presets), seed=1, name=expert.name)
         )
         parts[expert.component] = trained.module

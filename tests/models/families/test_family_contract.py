@@ -1,4 +1,4 @@
-"""What every family promises, shown on every variant of every family."""
+"""The contract of `Family`, on each variant of each family."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def encoded(written: WrittenPipeline, count: int = 2) -> tuple[torch.Tensor, Ten
     return fields.pop("latents"), fields, written.family.pad_text(written.model, text)
 
 
-def wanted(written: WrittenPipeline, **changed: object) -> SampleRequest:
+def sample_request(written: WrittenPipeline, **changed: object) -> SampleRequest:
     shape = written.case.shape
     picture = media((shape[-2], shape[-1], 3), 1, seed=7)[0].numpy()
     request: dict[str, object] = {
@@ -62,19 +62,19 @@ def test_a_model_is_read_from_its_config_files_alone(written: WrittenPipeline, t
     assert model.experts[0].sigma_max == 1.0 and model.experts[-1].sigma_min == 0.0
 
 
-def test_the_experts_share_the_noise_levels_without_gap_or_overlap(written: WrittenPipeline) -> None:
+def test_the_experts_divide_the_sigmas_without_gap_or_overlap(written: WrittenPipeline) -> None:
     ranges = sorted((expert.sigma_min, expert.sigma_max) for expert in written.model.experts)
     assert [low for low, _ in ranges[1:]] == [high for _, high in ranges[:-1]]
 
 
-def test_what_is_encoded_has_a_row_per_sample_in_fp32_on_the_cpu(written: WrittenPipeline) -> None:
+def test_encoded_fields_have_one_row_per_sample_in_fp32_on_the_cpu(written: WrittenPipeline) -> None:
     fields = written.family.build_media_encoder(written.model, CPU).encode(media(written.case.shape, 3))
     for tensor in fields.values():
         assert (len(tensor), tensor.dtype, tensor.device, tensor.requires_grad) == (3, torch.float32, CPU, False)
     assert fields["latents"].std() > 0.01
 
 
-def test_a_sample_is_encoded_to_the_same_bits_alone_and_beside_others(written: WrittenPipeline) -> None:
+def test_a_sample_is_encoded_to_the_same_bits_alone_and_in_a_batch(written: WrittenPipeline) -> None:
     pixels = media(written.case.shape, 3)
     together = written.family.build_media_encoder(written.model, CPU).encode(pixels)
     alone = written.family.build_media_encoder(written.model, CPU).encode(pixels[1:2])
@@ -82,7 +82,7 @@ def test_a_sample_is_encoded_to_the_same_bits_alone_and_beside_others(written: W
         assert torch.equal(tensor[0], together[name][1]), name
 
 
-def test_a_caption_is_encoded_to_the_same_bits_alone_and_beside_others(written: WrittenPipeline) -> None:
+def test_a_caption_is_encoded_to_the_same_bits_alone_and_in_a_batch(written: WrittenPipeline) -> None:
     captions = ["a blue square", "", "something  with &amp; odd   spacing"]
     together = written.text_encoder(torch.float32).encode(captions)
     alone = written.text_encoder(torch.float32).encode(captions[2:])[0]
@@ -92,7 +92,7 @@ def test_a_caption_is_encoded_to_the_same_bits_alone_and_beside_others(written: 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_text_is_encoded_in_the_precision_that_is_asked_for(written: WrittenPipeline, dtype: torch.dtype) -> None:
+def test_text_is_encoded_in_the_requested_precision(written: WrittenPipeline, dtype: torch.dtype) -> None:
     fields = written.text_encoder(dtype).encode(["a star"])[0]
     assert {tensor.dtype for tensor in fields.values()} == {dtype}
 
@@ -115,7 +115,7 @@ def test_the_prediction_has_the_shape_of_the_latents_and_its_gradient_reaches_ev
         assert bool(untouched) == bool(written.case.without_gradient)
 
 
-def test_a_sample_is_denoised_alike_alone_and_beside_others(written: WrittenPipeline) -> None:
+def test_a_sample_is_denoised_alike_alone_and_in_a_batch(written: WrittenPipeline) -> None:
     latents, conditions, text = encoded(written)
     module = written.family.load_denoiser(written.model, written.model.experts[0], torch.float32)
     levels = torch.tensor([0.95, 0.99])
@@ -138,11 +138,11 @@ def test_a_bf16_module_denoises_under_autocast(written: WrittenPipeline) -> None
         with torch.autocast("cpu", torch.bfloat16):
             rough = written.family.denoise(written.model, module, latents, levels, text, conditions)
         fine = written.family.denoise(written.model, exact, latents, levels, text, conditions)
-    # Flux rounds its timestep to bf16 too, in steps of 4 of 1000: so its pipeline samples, and so it must train.
+    # Flux also rounds its timestep to bf16, in steps of 4 of 1000, in its pipeline and therefore in training.
     assert (rough.float() - fine).norm() < 0.1 * fine.norm()
 
 
-def test_a_module_that_is_loaded_twice_gives_the_same_bits(written: WrittenPipeline) -> None:
+def test_loading_a_module_twice_gives_the_same_bits(written: WrittenPipeline) -> None:
     latents, conditions, text = encoded(written)
     results = []
     for _ in range(2):
@@ -154,7 +154,7 @@ def test_a_module_that_is_loaded_twice_gives_the_same_bits(written: WrittenPipel
     assert torch.equal(results[0], results[1])
 
 
-def test_latents_become_as_many_tokens_as_the_denoiser_sees(written: WrittenPipeline) -> None:
+def test_token_count_is_the_number_of_tokens_in_the_denoiser(written: WrittenPipeline) -> None:
     latents, conditions, text = encoded(written)
     module = written.family.load_denoiser(written.model, written.model.experts[0], torch.float32)
     seen: list[int] = []
@@ -167,51 +167,51 @@ def test_latents_become_as_many_tokens_as_the_denoiser_sees(written: WrittenPipe
     assert seen == [sum(written.family.token_count(written.model, tuple(one.shape[1:])) for one in shown)]
 
 
-def test_the_same_request_gives_the_same_sample_and_another_seed_another(written: WrittenPipeline) -> None:
+def test_equal_requests_give_equal_samples_and_another_seed_another_sample(written: WrittenPipeline) -> None:
     sampler = written.family.build_sampler(written.model, {}, CPU, torch.float32)
-    first, again = sampler.sample(wanted(written)), sampler.sample(wanted(written))
-    fresh = written.family.build_sampler(written.model, {}, CPU, torch.float32).sample(wanted(written))
+    first, again = sampler.sample(sample_request(written)), sampler.sample(sample_request(written))
+    fresh = written.family.build_sampler(written.model, {}, CPU, torch.float32).sample(sample_request(written))
     shape = written.case.shape
     frames = shape[1] if len(shape) == 4 else 1
     assert first.dtype == np.uint8 and first.shape == (frames, shape[-2], shape[-1], 3)
     assert np.array_equal(first, again) and np.array_equal(first, fresh)
-    assert not np.array_equal(first, sampler.sample(wanted(written, seed=4)))
-    assert not np.array_equal(first, sampler.sample(wanted(written, prompt="something else")))
+    assert not np.array_equal(first, sampler.sample(sample_request(written, seed=4)))
+    assert not np.array_equal(first, sampler.sample(sample_request(written, prompt="something else")))
 
 
-def test_a_sample_is_made_with_the_modules_that_are_given(written: WrittenPipeline) -> None:
+def test_the_sampler_uses_the_passed_modules(written: WrittenPipeline) -> None:
     parts = {e.component: written.family.load_denoiser(written.model, e, torch.float32) for e in written.model.experts}
-    before = written.family.build_sampler(written.model, parts, CPU, torch.float32).sample(wanted(written))
+    before = written.family.build_sampler(written.model, parts, CPU, torch.float32).sample(sample_request(written))
     for module in parts.values():
         with torch.no_grad():
             module.get_submodule(written.case.last_layer).weight.mul_(3)  # type: ignore[operator, union-attr]
-    after = written.family.build_sampler(written.model, parts, CPU, torch.float32).sample(wanted(written))
+    after = written.family.build_sampler(written.model, parts, CPU, torch.float32).sample(sample_request(written))
     assert not np.array_equal(before, after)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sampling_leaves_a_module_as_it_was(written: WrittenPipeline, dtype: torch.dtype) -> None:
+def test_sampling_does_not_change_a_module(written: WrittenPipeline, dtype: torch.dtype) -> None:
     module = written.family.load_denoiser(written.model, written.model.experts[0], torch.float32)
     module.train()
     module.get_submodule(written.case.last_layer).eval()
     modes = [one.training for one in module.modules()]
     sampler = written.family.build_sampler(written.model, {written.model.experts[0].component: module}, CPU, dtype)
-    sampler.sample(wanted(written))
+    sampler.sample(sample_request(written))
     assert [one.training for one in module.modules()] == modes
     assert not module._forward_pre_hooks and not module._forward_hooks
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_nothing_here_draws_on_the_global_random_state(written: WrittenPipeline) -> None:
+def test_no_function_uses_the_global_random_state(written: WrittenPipeline) -> None:
     before = torch.get_rng_state()
     latents, conditions, text = encoded(written)
     module = written.family.load_denoiser(written.model, written.model.experts[0], torch.float32)
     written.family.denoise(written.model, module, latents, torch.tensor([0.9, 0.95]), text, conditions)
-    written.family.build_sampler(written.model, {}, CPU, torch.float32).sample(wanted(written))
+    written.family.build_sampler(written.model, {}, CPU, torch.float32).sample(sample_request(written))
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_shapes_that_cannot_be_trained_get_a_reason(written: WrittenPipeline) -> None:
+def test_unsupported_shapes_get_a_reason(written: WrittenPipeline) -> None:
     *_, height, width = written.case.shape
     lead = written.case.shape[:-2]
     assert written.family.unsupported_reason(written.model, written.case.shape) is None
@@ -223,13 +223,13 @@ def test_shapes_that_cannot_be_trained_get_a_reason(written: WrittenPipeline) ->
     assert "RGB" in str(written.family.unsupported_reason(written.model, (2, 48_000)))
 
 
-def test_a_sample_of_an_impossible_size_is_refused_with_the_reason(written: WrittenPipeline) -> None:
+def test_a_sample_of_an_unsupported_size_raises_an_error_with_the_reason(written: WrittenPipeline) -> None:
     sampler = written.family.build_sampler(written.model, {}, CPU, torch.float32)
     with pytest.raises(ModelError, match="multiples of"):
-        sampler.sample(wanted(written, width=written.case.shape[-1] + written.case.forbidden_offset))
+        sampler.sample(sample_request(written, width=written.case.shape[-1] + written.case.forbidden_offset))
 
 
-def test_the_presets_of_targets_are_linear_layers_and_all_linear_is_all_of_them(written: WrittenPipeline) -> None:
+def test_target_presets_are_linear_layers_and_all_linear_has_all_of_them(written: WrittenPipeline) -> None:
     module = written.family.load_denoiser(written.model, written.model.experts[0], torch.float32)
     linear = {name for name, one in module.named_modules() if isinstance(one, nn.Linear)}
 
@@ -244,7 +244,7 @@ def test_the_presets_of_targets_are_linear_layers_and_all_linear_is_all_of_them(
     assert set(written.family.export_prefix) >= {expert.component for expert in written.model.experts}
 
 
-def test_encoders_are_known_by_their_files(written: WrittenPipeline, tmp_path: Path) -> None:
+def test_media_files_and_text_files_are_those_of_the_encoders(written: WrittenPipeline, tmp_path: Path) -> None:
     files = [written.family.media_files(written.model), written.family.text_files(written.model)]
     assert all(any(file.suffix == ".safetensors" for file in some) for some in files)
     copy = tmp_path / "copy"
@@ -254,7 +254,7 @@ def test_encoders_are_known_by_their_files(written: WrittenPipeline, tmp_path: P
     assert fingerprint(written.family.text_files(moved), None) == fingerprint(files[1], None)
 
 
-def test_a_tiny_version_is_small_and_a_function_of_its_seed(written: WrittenPipeline, tmp_path: Path) -> None:
+def test_a_tiny_pipeline_is_small_and_depends_only_on_its_seed(written: WrittenPipeline, tmp_path: Path) -> None:
     def weights(name: str, seed: int) -> tuple[ModelDescription, str]:
         written.family.write_tiny_pipeline(tmp_path / name, seed)
         model = written.family.read_model(ModelSource(str(tmp_path / name)))
@@ -265,7 +265,7 @@ def test_a_tiny_version_is_small_and_a_function_of_its_seed(written: WrittenPipe
     assert weights("a", 1)[1] == weights("b", 1)[1] != weights("c", 2)[1]
 
 
-def test_captions_that_are_longer_than_the_model_reads_are_counted(written: WrittenPipeline) -> None:
+def test_truncated_captions_are_counted(written: WrittenPipeline) -> None:
     encoder = written.text_encoder(torch.float32)
     encoder.encode(["a red circle", ""])
     assert encoder.truncated_captions == 0

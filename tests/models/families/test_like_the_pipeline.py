@@ -1,4 +1,4 @@
-"""What we give a denoiser is what the family's own pipeline gives it: captured from the pipeline while it samples."""
+"""Training calls a denoiser as the family's pipeline does: compared with calls captured while it samples."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch import nn
 
 from supertuner.models.spec import Tensors
 from tests.models.families.pipelines import WrittenPipeline
-from tests.models.families.test_family_contract import CPU, media, wanted
+from tests.models.families.test_family_contract import CPU, media, sample_request
 
 PACKED = ("flux", "qwen-image")
-"""Families whose pipelines give the denoiser tokens, and levels from 0 to 1."""
+"""Families whose pipelines pass tokens, and timesteps from 0 to 1, to the denoiser."""
 PROMPT = "a  red circle &amp; a “blue” square"
 
 
 class CapturedCalls:
-    """Calls of a pipeline's denoisers: part, inputs, output."""
+    """Recorded calls of a pipeline's denoisers: component, inputs, output."""
 
     def __init__(self, pipeline: Any, parts: list[str]) -> None:
         self.calls: list[tuple[str, dict[str, Any], torch.Tensor]] = []
@@ -40,7 +40,7 @@ class CapturedCalls:
 
 @pytest.fixture
 def loaded(written: WrittenPipeline) -> Any:
-    """The pipeline as diffusers itself loads it, weights cloned as ours are."""
+    """The pipeline as diffusers loads it, with aligned weights as in our loading."""
     pipeline = DiffusionPipeline.from_pretrained(written.folder)
     pipeline.set_progress_bar_config(disable=True)
     for part in pipeline.components.values():
@@ -71,7 +71,7 @@ def is_qwen(written: WrittenPipeline) -> bool:
 
 
 def guidance(written: WrittenPipeline, options: dict[str, Any]) -> dict[str, Any]:
-    """Qwen-Image calls it otherwise, and has none without a negative prompt."""
+    """Qwen-Image has another name for it, and has no guidance without a negative prompt."""
     if not is_qwen(written):
         return options
     scale = options.pop("guidance_scale")
@@ -79,14 +79,14 @@ def guidance(written: WrittenPipeline, options: dict[str, Any]) -> dict[str, Any
 
 
 def ours(written: WrittenPipeline, video: torch.Tensor) -> tuple[Tensors, Tensors]:
-    """Text and conditions as training would have them."""
+    """Text and conditions as in training."""
     fields = written.family.build_media_encoder(written.model, CPU).encode(video)
     text = written.family.build_text_encoder(written.model, CPU, torch.float32).encode([PROMPT])
     return written.family.pad_text(written.model, text), {n: t for n, t in fields.items() if n != "latents"}
 
 
 def unpacked(written: WrittenPipeline, hidden: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents and prediction in our layout, out of what the pipeline gave and got."""
+    """The pipeline's input and output as latents and prediction in our layout."""
     if written.case.family in PACKED:
         _, height, width = written.case.shape
         unpack = DiffusionPipeline.from_pretrained(written.folder)._unpack_latents
@@ -95,15 +95,15 @@ def unpacked(written: WrittenPipeline, hidden: torch.Tensor, output: torch.Tenso
     return hidden[:, : output.shape[1]], output
 
 
-def level_of(written: WrittenPipeline, timestep: torch.Tensor) -> torch.Tensor:
-    """The noise level that the pipeline's timestep stands for; of a row of a table, its middle."""
+def sigma_of(written: WrittenPipeline, timestep: torch.Tensor) -> torch.Tensor:
+    """The sigma of the pipeline's timestep; for a row of a table, its middle."""
     first = timestep.flatten()[:1].double()
     if written.model.alphas_cumprod is not None:
         return (first + 0.5) / len(written.model.alphas_cumprod)
     return first / (1 if written.case.family in PACKED else 1000)
 
 
-def test_a_prediction_equals_the_one_inside_the_pipeline(written: WrittenPipeline, loaded: Any) -> None:
+def test_predictions_equal_those_in_the_pipeline(written: WrittenPipeline, loaded: Any) -> None:
     video = media(written.case.shape, 1)
     first_frame = (video[0] if video.ndim == 4 else video[0, :, 0]).permute(1, 2, 0).contiguous().numpy()
     captured = CapturedCalls(loaded, [expert.component for expert in written.model.experts])
@@ -112,7 +112,7 @@ def test_a_prediction_equals_the_one_inside_the_pipeline(written: WrittenPipelin
     assert {part for part, _, _ in captured.calls} == {expert.component for expert in written.model.experts}
     for part, inputs, output in captured.calls:
         expert = next(expert for expert in written.model.experts if expert.component == part)
-        level = level_of(written, inputs["timestep"])
+        level = sigma_of(written, inputs["timestep"])
         assert expert.sigma_min <= level.item() < expert.sigma_max or level.item() == expert.sigma_max == 1.0
         latents, expected = unpacked(written, inputs["hidden_states"], output)
         module = written.family.load_denoiser(written.model, expert, torch.float32)
@@ -121,7 +121,7 @@ def test_a_prediction_equals_the_one_inside_the_pipeline(written: WrittenPipelin
         torch.testing.assert_close(predicted, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_inputs_equal_those_inside_the_pipeline_to_the_bit(written: WrittenPipeline, loaded: Any) -> None:
+def test_inputs_equal_those_in_the_pipeline_to_the_bit(written: WrittenPipeline, loaded: Any) -> None:
     video = media(written.case.shape, 1)
     first_frame = (video[0] if video.ndim == 4 else video[0, :, 0]).permute(1, 2, 0).contiguous().numpy()
     part = written.model.experts[0].component
@@ -132,7 +132,7 @@ def test_inputs_equal_those_inside_the_pipeline_to_the_bit(written: WrittenPipel
     latents, _ = unpacked(written, theirs["hidden_states"], captured.calls[0][2])
     module = written.family.load_denoiser(written.model, written.model.experts[0], torch.float32)
     mine = CapturedCalls(SimpleNamespace(**{part: module}), [part])
-    level = level_of(written, theirs["timestep"]).float()
+    level = sigma_of(written, theirs["timestep"]).float()
     with torch.no_grad():
         written.family.denoise(written.model, module, latents, level, text, conditions)
     _, given, _ = mine.calls[0]
@@ -147,7 +147,7 @@ def test_inputs_equal_those_inside_the_pipeline_to_the_bit(written: WrittenPipel
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """With two, oneDNN may round the last bit of a convolution differently in two modules of the same weights."""
+    """With two threads, oneDNN may round convolutions of equal weights differently in the last bit."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -155,8 +155,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_sample_equals_what_the_pipeline_makes_to_the_bit(written: WrittenPipeline, loaded: Any) -> None:
-    request = wanted(written, prompt=PROMPT)
+def test_a_sample_equals_that_of_the_pipeline_to_the_bit(written: WrittenPipeline, loaded: Any) -> None:
+    request = sample_request(written, prompt=PROMPT)
     assert request.image is not None
     sample = written.family.build_sampler(written.model, {}, CPU, torch.float32).sample(request)
     options = {"guidance_scale": request.guidance_scale, "output_type": "np"}
@@ -165,8 +165,8 @@ def test_a_sample_equals_what_the_pipeline_makes_to_the_bit(written: WrittenPipe
     assert np.array_equal(sample, (theirs * 255).round().astype(np.uint8))
 
 
-def test_latents_are_what_the_pipeline_would_decode(written: WrittenPipeline, loaded: Any) -> None:
-    """Undoing the pipeline's normalisation gives the mode of the VAE's posterior."""
+def test_latents_are_normalized_as_the_pipeline_decodes_them(written: WrittenPipeline, loaded: Any) -> None:
+    """Undoing the pipeline's normalization gives the mode of the VAE's posterior."""
     video = media(written.case.shape, 1)
     latents = written.family.build_media_encoder(written.model, CPU).encode(video)["latents"]
     config = loaded.vae.config

@@ -1,4 +1,4 @@
-"""Qwen-Image and Qwen-Image-Edit by their names on the hub: what they need is fetched, and only that."""
+"""Qwen-Image and Qwen-Image-Edit from the hub: only needed files are downloaded."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield hub
 
 
-def test_the_text_encoder_comes_with_its_tokenizer_and_how_pictures_are_prepared(hub: FakeHub) -> None:
+def test_the_text_encoder_is_downloaded_with_its_tokenizer_and_processor(hub: FakeHub) -> None:
     edit = load_family("qwen-image-edit")
     model = edit.read_model(ModelSource("Qwen/Qwen-Image-Edit"))
-    assert not [asked for asked in hub.requests if asked.endswith(".safetensors")], "configs alone tell what it is"
+    assert not [request for request in hub.requests if request.endswith(".safetensors")], "reading needs only configs"
     encoder = edit.build_text_encoder(model, CPU, torch.float32)
-    picture = torch.zeros(3, 32, 32, dtype=torch.uint8)
-    assert encoder.encode_with_images(["a"], [picture])[0]["embeds"].shape[1] == 16  # type: ignore[attr-defined]
-    fetched = {asked.split("/")[-2] for asked in hub.requests if asked.endswith(".safetensors")}
-    assert fetched == {"text_encoder"}
+    image = torch.zeros(3, 32, 32, dtype=torch.uint8)
+    assert encoder.encode_with_images(["a"], [image])[0]["embeds"].shape[1] == 16  # type: ignore[attr-defined]
+    downloaded = {request.split("/")[-2] for request in hub.requests if request.endswith(".safetensors")}
+    assert downloaded == {"text_encoder"}
     names = {file.parent.name for file in edit.text_files(model)}
     assert names == {"text_encoder", "tokenizer", "processor"}
 
 
-def test_the_other_of_the_two_families_is_named_where_one_was_meant(hub: FakeHub) -> None:
+def test_the_error_names_the_other_qwen_family(hub: FakeHub) -> None:
     with pytest.raises(ModelError, match=r'set model\.family to "qwen-image-edit"'):
         load_family("qwen-image").read_model(ModelSource("Qwen/Qwen-Image-Edit"))

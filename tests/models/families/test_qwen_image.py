@@ -1,4 +1,4 @@
-"""Qwen-Image beyond the contract: prompts of different lengths, its templates, and what is refused."""
+"""Qwen-Image beyond the contract: captions of different lengths, prompt templates, and errors."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(folder: Path, copy: Path, part: str, file: str, **entries: Any) -> ModelSource:
-    """The pipeline with entries of one config changed."""
+    """A copy of the pipeline with changed entries in one config."""
     shutil.copytree(folder, copy)
     config = json.loads((copy / part / file).read_text())
     (copy / part / file).write_text(json.dumps(config | entries))
     return ModelSource(str(copy))
 
 
-def test_captions_of_several_lengths_are_padded_and_masked_as_the_pipeline_does(folder: Path) -> None:
+def test_captions_of_different_lengths_are_padded_and_masked_as_in_the_pipeline(folder: Path) -> None:
     pipeline = QwenImagePipeline.from_pretrained(folder)
     with torch.no_grad():
         embeds, mask = pipeline.encode_prompt(CAPTIONS, max_sequence_length=512)
@@ -48,14 +48,14 @@ def test_captions_of_several_lengths_are_padded_and_masked_as_the_pipeline_does(
     torch.testing.assert_close(ours["embeds"], embeds, rtol=1e-4, atol=1e-5)
 
 
-def test_captions_of_one_length_need_no_mask(folder: Path) -> None:
+def test_captions_of_equal_length_have_no_mask(folder: Path) -> None:
     model = FAMILY.read_model(ModelSource(str(folder)))
     texts = FAMILY.build_text_encoder(model, CPU, torch.float32).encode(["a red circle", "a red square"[:12]])
     same = FAMILY.pad_text(model, [texts[0], texts[0]])
     assert set(same) == {"embeds"} and len(same["embeds"]) == 2
 
 
-def test_what_is_behind_the_end_of_a_caption_changes_nothing(folder: Path) -> None:
+def test_padding_does_not_change_the_prediction(folder: Path) -> None:
     model = FAMILY.read_model(ModelSource(str(folder)))
     text = FAMILY.pad_text(model, FAMILY.build_text_encoder(model, CPU, torch.float32).encode(CAPTIONS[:2]))
     module = FAMILY.load_denoiser(model, model.experts[0], torch.float32)
@@ -68,7 +68,7 @@ def test_what_is_behind_the_end_of_a_caption_changes_nothing(folder: Path) -> No
     torch.testing.assert_close(both[0], both[1], rtol=1e-4, atol=1e-5)
 
 
-def test_the_template_is_the_pipelines_own_and_the_tiny_tokenizer_counts_it_as_the_real_one_does() -> None:
+def test_the_template_is_the_pipelines_and_has_its_real_length_with_the_tiny_tokenizer() -> None:
     pipeline = build_pipeline(TinyQwen(), seed=0)
     assert pipeline.prompt_template_encode == TEXT_TO_IMAGE.template
     assert pipeline.prompt_template_encode_start_idx == TEXT_TO_IMAGE.prefix_tokens
@@ -76,7 +76,7 @@ def test_the_template_is_the_pipelines_own_and_the_tiny_tokenizer_counts_it_as_t
     assert pipeline.tokenizer.decode(kept) == "a<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_caption_that_is_too_long_is_cut_where_the_pipeline_cuts_it(folder: Path) -> None:
+def test_a_long_caption_is_truncated_as_in_the_pipeline(folder: Path) -> None:
     model, caption = FAMILY.read_model(ModelSource(str(folder))), "a red circle, " * 90
     encoder = FAMILY.build_text_encoder(model, CPU, torch.float32)
     (text,) = encoder.encode([caption])
@@ -86,7 +86,7 @@ def test_a_caption_that_is_too_long_is_cut_where_the_pipeline_cuts_it(folder: Pa
     torch.testing.assert_close(text["embeds"], embeds[0], rtol=1e-4, atol=1e-5)
 
 
-def test_the_shift_is_the_schedulers_at_a_megapixel(folder: Path, tmp_path: Path) -> None:
+def test_the_shift_is_that_of_the_scheduler_at_a_megapixel(folder: Path, tmp_path: Path) -> None:
     model = FAMILY.read_model(ModelSource(str(folder)))
     assert model.shift == pytest.approx(math.exp(0.5 + 0.4 * (4096 - 256) / (8192 - 256)))
     fixed = {"scheduler": {"use_dynamic_shifting": False, "shift": 3.0}}
@@ -94,13 +94,13 @@ def test_the_shift_is_the_schedulers_at_a_megapixel(folder: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("key", ["guidance_embeds", "use_additional_t_cond", "use_layer3d_rope"])
-def test_a_relative_that_is_called_otherwise_is_refused(folder: Path, tmp_path: Path, key: str) -> None:
+def test_unsupported_variants_of_the_transformer_raise_an_error(folder: Path, tmp_path: Path, key: str) -> None:
     source = changed(folder, tmp_path / "other", "transformer", "config.json", **{key: True})
     with pytest.raises(ModelError, match=f"{key} is true"):
         FAMILY.read_model(source)
 
 
-def test_one_step_of_sampling_is_refused_where_the_scheduler_would_give_no_number(folder: Path, tmp_path: Path) -> None:
+def test_one_inference_step_raises_an_error_if_the_scheduler_needs_two(folder: Path, tmp_path: Path) -> None:
     request = SampleRequest("a", "", 1, 48, 32, 1, inference_steps=1, guidance_scale=1.0)
     model = FAMILY.read_model(ModelSource(str(folder)))
     with pytest.raises(ModelError, match="needs at least 2"):
@@ -110,7 +110,7 @@ def test_one_step_of_sampling_is_refused_where_the_scheduler_would_give_no_numbe
     assert sample.std() > 0
 
 
-def test_a_sample_of_several_frames_is_refused(folder: Path) -> None:
+def test_a_sample_of_several_frames_raises_an_error(folder: Path) -> None:
     sampler = FAMILY.build_sampler(FAMILY.read_model(ModelSource(str(folder))), {}, CPU, torch.float32)
     with pytest.raises(ModelError, match="generates single images"):
         sampler.sample(SampleRequest("a", "", 1, 48, 32, 5, inference_steps=2, guidance_scale=1.0))

@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit against its own pipeline: the same inputs, predictions and samples, with the picture to change."""
+"""Qwen-Image-Edit against its diffusers pipeline: equal inputs, predictions and samples."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from supertuner.models.families.qwen_image_edit.encoders import load_processor
 from supertuner.models.families.qwen_image_edit.family import FAMILY
 from supertuner.models.families.sampling_common import pipeline_components
 from supertuner.models.spec import ImageTextEncoder, ModelDescription, ModelSource, SampleRequest, Tensors
-from tests.models.families.test_exported_samples import DecodedOutputs, learnt
+from tests.models.families.test_exported_samples import DecodedOutputs, with_trained_values
 from tests.models.families.test_family_contract import media
 from tests.models.families.test_like_the_pipeline import CapturedCalls
 
 CPU = torch.device("cpu")
 PROMPT = "make the {red} circle  blue"
 SOURCE = media((3, 64, 32), 1, seed=4)[0]
-"""Taller than what is made of it."""
+"""A reference image that is taller than the sample."""
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelDescription:
 
 @pytest.fixture
 def pipeline(model: ModelDescription, monkeypatch: pytest.MonkeyPatch) -> QwenImageEditPipeline:
-    """The pipeline of diffusers around parts that are loaded as ours are: its own loader wants torchvision for the
-    processor. The size that it gives every picture is the one that ours has."""
+    """The diffusers pipeline with components that are loaded as ours: its own loader needs torchvision for the
+    processor. Its resizing is patched to keep the size of the reference image."""
     made = QwenImageEditPipeline(**pipeline_components(model, {}, CPU, torch.float32), processor=load_processor(model))
     made.set_progress_bar_config(disable=True)
     own_size = (SOURCE.shape[2], SOURCE.shape[1], None)
@@ -53,7 +53,7 @@ def pipeline(model: ModelDescription, monkeypatch: pytest.MonkeyPatch) -> QwenIm
 
 def run(pipeline: QwenImageEditPipeline, scale: float = 1.0, **options: Any) -> Any:
     return pipeline(
-        image=picture(),
+        image=image_of_source(),
         prompt=PROMPT,
         negative_prompt="blurred" if scale > 1 else None,
         true_cfg_scale=scale,
@@ -65,17 +65,17 @@ def run(pipeline: QwenImageEditPipeline, scale: float = 1.0, **options: Any) -> 
     )
 
 
-def picture() -> Image.Image:
+def image_of_source() -> Image.Image:
     return Image.fromarray(SOURCE.permute(1, 2, 0).contiguous().numpy())
 
 
 def request(**changed: Any) -> SampleRequest:
-    image = np.asarray(picture())
+    image = np.asarray(image_of_source())
     given = {"width": 48, "height": 32, "frames": 1, "inference_steps": 3, "guidance_scale": 3.0, "image": image}
     return SampleRequest(PROMPT, "blurred", 3, **(given | changed))
 
 
-def told(model: ModelDescription, captions: list[str], dtype: torch.dtype = torch.float32) -> list[Tensors]:
+def encode_text(model: ModelDescription, captions: list[str], dtype: torch.dtype = torch.float32) -> list[Tensors]:
     encoder = FAMILY.build_text_encoder(model, CPU, dtype)
     assert isinstance(encoder, ImageTextEncoder)
     return encoder.encode_with_images(captions, [SOURCE] * len(captions))
@@ -85,14 +85,14 @@ def condition(model: ModelDescription) -> Tensors:
     return {"condition": FAMILY.build_media_encoder(model, CPU).encode(SOURCE[None])["latents"]}
 
 
-def test_what_the_denoiser_is_given_and_says_is_what_the_pipeline_gives_and_gets(
+def test_inputs_and_predictions_equal_those_in_the_pipeline(
     model: ModelDescription, pipeline: QwenImageEditPipeline
 ) -> None:
     theirs = CapturedCalls(pipeline, ["transformer"])
     run(pipeline)
     module = FAMILY.load_denoiser(model, model.experts[0], torch.float32)
     ours = CapturedCalls(_Holder(module), ["transformer"])
-    text, conditions = FAMILY.pad_text(model, told(model, [PROMPT])), condition(model)
+    text, conditions = FAMILY.pad_text(model, encode_text(model, [PROMPT])), condition(model)
     assert len(theirs.calls) == 3
     for _, given, output in theirs.calls:
         tokens = (32 // 16) * (48 // 16)
@@ -114,7 +114,7 @@ class _Holder:
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_a_sample_is_the_pipelines_to_the_bit(
+def test_a_sample_equals_that_of_the_pipeline_to_the_bit(
     model: ModelDescription, pipeline: QwenImageEditPipeline, scale: float
 ) -> None:
     made = run(pipeline, scale, output_type="np").images
@@ -130,7 +130,9 @@ def test_an_exported_adapter_gives_the_trainers_samples(
     run(pipeline, 3.0, output_type="np")
     bare = decoded.take()
     module = FAMILY.load_denoiser(model, model.experts[0], torch.float32)
-    trained = learnt(attach(module, settings, resolve_targets(settings, FAMILY.target_presets), seed=1, name="model"))
+    trained = with_trained_values(
+        attach(module, settings, resolve_targets(settings, FAMILY.target_presets), seed=1, name="model")
+    )
     save_file(export_tensors(trained, "transformer", settings)[0], tmp_path / "adapter.safetensors")
     pipeline.load_lora_weights(tmp_path / "adapter.safetensors")
     run(pipeline, 3.0, output_type="np")
@@ -142,8 +144,8 @@ def test_an_exported_adapter_gives_the_trainers_samples(
     assert (ours - theirs).abs().max() < 1e-5
 
 
-def test_prompts_are_read_as_the_pipelines_own_processor_reads_them(model: ModelDescription) -> None:
-    """That class cannot be made without torchvision; what it does with text and a picture needs none of it."""
+def test_prompts_are_processed_as_by_the_pipelines_processor(model: ModelDescription) -> None:
+    """That class cannot be created without torchvision, but its handling of text and images does not need it."""
     ours = load_processor(model)
     real: Any = Qwen2VLProcessor.__new__(Qwen2VLProcessor)
     real.image_processor, real.tokenizer, real.video_processor = ours._image_processor, ours._tokenizer, None
@@ -153,7 +155,7 @@ def test_prompts_are_read_as_the_pipelines_own_processor_reads_them(model: Model
     )
     given: dict[str, Any] = {
         "text": [IMAGE_EDIT.with_caption(PROMPT)],
-        "images": picture(),
+        "images": image_of_source(),
         "padding": True,
         "return_tensors": "pt",
     }
@@ -162,7 +164,7 @@ def test_prompts_are_read_as_the_pipelines_own_processor_reads_them(model: Model
         assert torch.equal(mine[name], theirs[name]), name
 
 
-def test_the_template_is_the_pipelines_own_and_all_of_the_picture_is_behind_what_is_dropped(
+def test_the_template_is_the_pipelines_and_no_image_token_is_in_the_dropped_prefix(
     model: ModelDescription, pipeline: QwenImageEditPipeline
 ) -> None:
     assert (pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx) == (
@@ -173,7 +175,7 @@ def test_the_template_is_the_pipelines_own_and_all_of_the_picture_is_behind_what
     assert pipeline.tokenizer.decode(kept).startswith("<|vision_start|><|image_pad|><|vision_end|>a<|im_end|>")
 
 
-def test_the_text_depends_on_the_picture_and_the_prediction_on_both(model: ModelDescription) -> None:
+def test_the_text_depends_on_the_image_and_the_prediction_on_both(model: ModelDescription) -> None:
     encoder = FAMILY.build_text_encoder(model, CPU, torch.float32)
     assert isinstance(encoder, ImageTextEncoder)
     one, other = (encoder.encode_with_images([PROMPT], [some])[0]["embeds"] for some in (SOURCE, 255 - SOURCE))
@@ -189,13 +191,13 @@ def test_the_text_depends_on_the_picture_and_the_prediction_on_both(model: Model
     assert not torch.allclose(said[0], said[1]) and not torch.allclose(said[0], said[2])
 
 
-def test_captions_are_not_encoded_without_a_picture(model: ModelDescription) -> None:
+def test_encoding_captions_without_images_raises_an_error(model: ModelDescription) -> None:
     with pytest.raises(ModelError, match="encode_with_images"):
         FAMILY.build_text_encoder(model, CPU, torch.float32).encode(["a"])
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
         ({"image": None}, "has no reference image"),
         ({"frames": 5}, "generates single images"),
@@ -204,15 +206,15 @@ def test_captions_are_not_encoded_without_a_picture(model: ModelDescription) -> 
         ({"inference_steps": 1}, "needs at least 2"),
     ],
 )
-def test_a_sample_that_cannot_be_made_is_refused_with_the_reason(
-    model: ModelDescription, changed: dict[str, Any], says: str
+def test_an_impossible_sample_raises_an_error_with_the_reason(
+    model: ModelDescription, changed: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         FAMILY.build_sampler(model, {}, CPU, torch.float32).sample(request(**changed))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_samples_are_made_in_16_bits_too(model: ModelDescription, dtype: torch.dtype) -> None:
+def test_samples_can_be_generated_in_16_bits(model: ModelDescription, dtype: torch.dtype) -> None:
     exact = FAMILY.build_sampler(model, {}, CPU, torch.float32).sample(request()).astype(int)
     rough = FAMILY.build_sampler(model, {}, CPU, dtype).sample(request()).astype(int)
     assert abs(rough - exact).mean() < 12

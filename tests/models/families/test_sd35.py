@@ -1,4 +1,4 @@
-"""What is SD3.5's own: three encoders of one caption, positions that end somewhere, and which of them it is."""
+"""SD3 and SD3.5 beyond the contract: three text encoders, limited positions, and the title."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def model(folder: Path) -> ModelDescription:
     return SD35.read_model(ModelSource(str(folder)))
 
 
-def test_a_caption_is_rows_of_two_clips_and_rows_of_t5(model: ModelDescription) -> None:
+def test_a_caption_has_rows_of_two_clips_and_rows_of_t5(model: ModelDescription) -> None:
     fields = SD35.build_text_encoder(model, CPU, torch.float32).encode(["a red circle"])[0]
     assert fields["embeds"].shape == (77 + 256, 32) and fields["pooled"].shape == (8 + 16,)
     assert not fields["embeds"][:77, 8 + 16 :].any(), "both CLIPs side by side are narrower than T5"
     assert fields["embeds"][:77, : 8 + 16].any() and fields["embeds"][77:].any()
 
 
-def test_a_picture_beyond_the_positions_that_the_model_knows_gets_a_reason(model: ModelDescription) -> None:
-    """The tiny one knows 16 positions of 16 pixels along each side, the real ones 192 and 384."""
+def test_an_image_beyond_the_models_positions_gets_a_reason(model: ModelDescription) -> None:
+    """The tiny model has 16 positions of 16 pixels along each side, the published ones 192 and 384."""
     assert SD35.unsupported_reason(model, (3, 256, 256)) is None
     assert (
         SD35.unsupported_reason(model, (3, 256, 272))
@@ -47,7 +47,7 @@ def test_a_picture_beyond_the_positions_that_the_model_knows_gets_a_reason(model
     )
 
 
-def test_the_title_says_which_it_is(model: ModelDescription, tmp_path: Path) -> None:
+def test_the_title_names_the_version(model: ModelDescription, tmp_path: Path) -> None:
     write_pipeline(TinySd35("3"), tmp_path / "sd3", 0)
     assert (model.title, SD35.read_model(ModelSource(str(tmp_path / "sd3"))).title) == (
         "Stable Diffusion 3.5",
@@ -55,7 +55,7 @@ def test_the_title_says_which_it_is(model: ModelDescription, tmp_path: Path) -> 
     )
 
 
-def test_the_shift_is_the_schedulers(folder: Path) -> None:
+def test_the_shift_is_that_of_the_scheduler(folder: Path) -> None:
     config = folder / "scheduler" / "scheduler_config.json"
     assert SD35.read_model(ModelSource(str(folder))).shift == 3.0
     facts = json.loads(config.read_text())
@@ -63,6 +63,6 @@ def test_the_shift_is_the_schedulers(folder: Path) -> None:
     assert SD35.read_model(ModelSource(str(folder))).shift == pytest.approx(math.exp(1.16))
 
 
-def test_an_attention_backend_that_its_layers_would_not_follow_is_refused(model: ModelDescription) -> None:
-    with pytest.raises(ModelError, match="SD3Transformer2DModel always computes attention"):
+def test_an_attention_backend_that_its_layers_do_not_support_raises_an_error(model: ModelDescription) -> None:
+    with pytest.raises(ModelError, match="SD3Transformer2DModel supports only torch's own attention"):
         require_backend_support(SD35.load_denoiser(model, model.experts[0], torch.float32), "_native_math")

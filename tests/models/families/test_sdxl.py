@@ -1,4 +1,4 @@
-"""What is SDXL's own: the table it was trained on, what it predicts, how pictures were framed, and no caption."""
+"""SDXL beyond the contract: its table of timesteps, prediction types, micro-conditioning, and empty captions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pipeline_of(model: ModelDescription) -> Any:
     return pipeline
 
 
-def test_noise_is_added_and_asked_for_as_diffusers_trains_such_models(model: ModelDescription) -> None:
+def test_noise_and_targets_equal_those_of_diffusers_training(model: ModelDescription) -> None:
     theirs = DDPMScheduler.from_config(pipeline_of(model).scheduler.config)
     objective = build_objective(ObjectiveSettings(), SDXL, model)
     clean, noise = torch.randn(2, 4, 4, 4, 6, generator=torch.Generator().manual_seed(0)).unbind()
@@ -60,7 +60,7 @@ def test_noise_is_added_and_asked_for_as_diffusers_trains_such_models(model: Mod
     torch.testing.assert_close(ours[1], velocity if model.prediction == "v" else noise)
 
 
-def test_a_model_is_told_the_row_of_the_table_that_its_noise_is_of(model: ModelDescription) -> None:
+def test_the_model_receives_the_timestep_of_its_noise(model: ModelDescription) -> None:
     module = SDXL.load_denoiser(model, model.experts[0], torch.float32)
     seen: list[torch.Tensor] = []
     module.register_forward_pre_hook(lambda _module, args: seen.append(args[1]))
@@ -70,13 +70,13 @@ def test_a_model_is_told_the_row_of_the_table_that_its_noise_is_of(model: ModelD
     assert seen[0].tolist() == [0, 500, 999]
 
 
-def test_noise_levels_are_even_unless_the_settings_say_otherwise(model: ModelDescription) -> None:
-    asked = ObjectiveSettings(timesteps="logit_normal")
+def test_sigmas_are_uniform_unless_the_settings_say_otherwise(model: ModelDescription) -> None:
+    configured = ObjectiveSettings(timesteps="logit_normal")
     assert timestep_distribution(ObjectiveSettings(), SDXL, model, (4, 8, 8)).kind == "uniform"
-    assert timestep_distribution(asked, SDXL, model, (4, 8, 8)).kind == "logit_normal"
+    assert timestep_distribution(configured, SDXL, model, (4, 8, 8)).kind == "logit_normal"
 
 
-def test_a_framing_is_told_as_the_pipeline_tells_it(model: ModelDescription) -> None:
+def test_framing_is_passed_as_in_the_pipeline(model: ModelDescription) -> None:
     pipeline = pipeline_of(model)
     captured = CapturedCalls(pipeline, ["unet"])
     pipeline(
@@ -106,7 +106,7 @@ def test_a_framing_is_told_as_the_pipeline_tells_it(model: ModelDescription) -> 
 
 
 @pytest.mark.parametrize("zeros", [True, False])
-def test_an_empty_caption_is_what_the_pipeline_guides_away_from(folder: Path, zeros: bool) -> None:
+def test_an_empty_caption_is_the_pipelines_unconditional_input(folder: Path, zeros: bool) -> None:
     rewritten(folder / "model_index.json", force_zeros_for_empty_prompt=zeros)
     model = SDXL.read_model(ModelSource(str(folder)))
     _, unconditional, _, pooled = pipeline_of(model).encode_prompt("x", device=CPU)
@@ -116,32 +116,32 @@ def test_an_empty_caption_is_what_the_pipeline_guides_away_from(folder: Path, ze
     assert text["embeds"][0].any() and unconditional.any() != zeros
 
 
-def test_what_is_cached_of_a_caption_does_not_depend_on_what_an_empty_one_is(folder: Path) -> None:
+def test_the_encoding_of_a_caption_does_not_depend_on_the_treatment_of_empty_ones(folder: Path) -> None:
     encode = SDXL.build_text_encoder(SDXL.read_model(ModelSource(str(folder))), CPU, torch.float32).encode
     assert encode([""])[0]["embeds"].any()
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
         ({"prediction_type": "sample"}, "prediction_type 'sample'; supported are epsilon, v_prediction"),
         ({"beta_schedule": "exotic"}, "is not one of EulerDiscreteScheduler"),
     ],
 )
-def test_a_scheduler_that_cannot_be_trained_with_is_refused(folder: Path, changed: dict[str, str], says: str) -> None:
+def test_an_unsupported_scheduler_raises_an_error(folder: Path, changed: dict[str, str], message: str) -> None:
     rewritten(folder / "scheduler" / "scheduler_config.json", **changed)
-    with pytest.raises(ModelError, match=says):
+    with pytest.raises(ModelError, match=message):
         SDXL.read_model(ModelSource(str(folder)))
 
 
-def test_a_scheduler_without_such_a_table_is_refused(folder: Path) -> None:
+def test_a_scheduler_without_a_table_raises_an_error(folder: Path) -> None:
     rewritten(folder / "model_index.json", scheduler=["diffusers", "EDMEulerScheduler"])
     (folder / "scheduler" / "scheduler_config.json").write_text("{}")
     with pytest.raises(ModelError, match="EDMEulerScheduler has no table of alphas_cumprod"):
         SDXL.read_model(ModelSource(str(folder)))
 
 
-def test_the_preset_of_all_layers_has_every_linear_layer_and_every_convolution(model: ModelDescription) -> None:
+def test_the_preset_all_layers_has_every_linear_layer_and_every_convolution(model: ModelDescription) -> None:
     module = SDXL.load_denoiser(model, model.experts[0], torch.float32)
     kinds = (torch.nn.Linear, torch.nn.Conv2d)
     wanted = {name for name, layer in module.named_modules() if isinstance(layer, kinds)}
@@ -150,8 +150,8 @@ def test_the_preset_of_all_layers_has_every_linear_layer_and_every_convolution(m
     assert found == wanted
 
 
-def test_an_attention_backend_that_its_layers_would_not_follow_is_refused(model: ModelDescription) -> None:
+def test_an_attention_backend_that_its_layers_do_not_support_raises_an_error(model: ModelDescription) -> None:
     module = SDXL.load_denoiser(model, model.experts[0], torch.float32)
     require_backend_support(module, "native")
-    with pytest.raises(ModelError, match="always computes attention by torch's own function"):
+    with pytest.raises(ModelError, match="supports only torch's own attention"):
         require_backend_support(module, "_native_math")

@@ -1,4 +1,4 @@
-"""The table of families, and the precision that modules compute in while a pipeline calls them."""
+"""The table of families, and the precision of modules inside a pipeline."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from supertuner.models.family_registry import FAMILY_BY_PIPELINE, FAMILY_MODULES
 CPU = torch.device("cpu")
 
 
-def test_every_family_of_the_table_is_there_under_its_name() -> None:
+def test_every_family_of_the_table_exists_under_its_name() -> None:
     assert [load_family(name).name for name in FAMILY_MODULES] == list(FAMILY_MODULES)
 
 
-def test_every_pipeline_of_the_table_is_one_of_diffusers_and_has_a_family() -> None:
+def test_every_pipeline_of_the_table_exists_in_diffusers_and_has_a_family() -> None:
     assert all(hasattr(diffusers, name) for name in FAMILY_BY_PIPELINE)
     assert set(FAMILY_BY_PIPELINE.values()) == set(FAMILY_MODULES)
 
 
 @pytest.mark.parametrize("name", ["wan", None])
-def test_an_unknown_family_lists_those_that_are_there(name: str | None) -> None:
-    with pytest.raises(ModelError, match=re.escape("there are " + ", ".join(FAMILY_MODULES))):
+def test_an_unknown_family_raises_an_error_with_the_known_ones(name: str | None) -> None:
+    with pytest.raises(ModelError, match=re.escape("set it to one of " + ", ".join(FAMILY_MODULES))):
         load_family(name)
 
 
-def test_looking_up_a_family_leaves_logging_as_it_was() -> None:
+def test_loading_a_family_does_not_change_logging() -> None:
     before = logging.root.manager.disable
     load_family("flux")
     assert logging.root.manager.disable == before
@@ -53,7 +53,7 @@ class RecordingLinear(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_the_modules_themselves_compute_in_the_other_precision(dtype: torch.dtype) -> None:
+def test_only_the_given_modules_compute_under_autocast(dtype: torch.dtype) -> None:
     inside, outside = RecordingLinear(), RecordingLinear()
     with eval_with_autocast([inside], CPU, dtype):
         inside(torch.ones(1, 4))
@@ -63,7 +63,7 @@ def test_only_the_modules_themselves_compute_in_the_other_precision(dtype: torch
     assert outside.seen == [(torch.float32, True)]
 
 
-def test_a_forward_pass_that_fails_leaves_no_autocast_behind() -> None:
+def test_autocast_ends_after_a_forward_pass_that_fails() -> None:
     module = RecordingLinear()
     with pytest.raises(ValueError, match="not a number"), eval_with_autocast([module], CPU, torch.bfloat16):
         module(torch.full((1, 4), float("nan")))

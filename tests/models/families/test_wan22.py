@@ -1,4 +1,4 @@
-"""What is Wan's own: pictures as one-frame videos, first frames, experts, and which variants are refused."""
+"""Wan beyond the contract: images as one-frame videos, first frames, experts, and unsupported variants."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from supertuner.models.families.wan22.tiny import TinyWan
 from supertuner.models.family_registry import load_family
 from supertuner.models.spec import ModelSource
 from tests.models.families.pipelines import CASES, WrittenPipeline
-from tests.models.families.test_family_contract import CPU, media, wanted
+from tests.models.families.test_family_contract import CPU, media, sample_request
 
 WAN = load_family("wan2.2")
 
 
-def test_the_boundary_divides_the_levels_between_the_experts(
+def test_the_boundary_divides_the_sigmas_between_the_experts(
     tiny_wan: ModelSource, tiny_wan_image_to_video: ModelSource
 ) -> None:
     for source, boundary in ((tiny_wan, 0.875), (tiny_wan_image_to_video, 0.9)):
@@ -37,7 +37,7 @@ def test_the_boundary_divides_the_levels_between_the_experts(
         assert (low.name, low.component, low.sigma_min, low.sigma_max) == ("low_noise", "transformer_2", 0.0, boundary)
 
 
-def test_the_5b_has_one_expert_for_all_levels(tiny_wan_5b: ModelSource) -> None:
+def test_the_5b_has_one_expert_for_all_sigmas(tiny_wan_5b: ModelSource) -> None:
     model = WAN.read_model(tiny_wan_5b)
     assert [(one.name, one.component, one.sigma_min, one.sigma_max) for one in model.experts] == [
         ("model", "transformer", 0.0, 1.0)
@@ -45,14 +45,14 @@ def test_the_5b_has_one_expert_for_all_levels(tiny_wan_5b: ModelSource) -> None:
     assert WAN.token_count(model, (48, 2, 4, 6)) == 2 * 2 * 3
 
 
-def test_tokens_at_full_size_are_those_of_the_arithmetic(tiny_wan: ModelSource) -> None:
+def test_token_count_at_full_size(tiny_wan: ModelSource) -> None:
     """720p, 81 frames: 21×45×80."""
     model = WAN.read_model(tiny_wan)
     assert WAN.unsupported_reason(model, (3, 81, 720, 1280)) is None
     assert WAN.token_count(model, (16, 21, 90, 160)) == 75_600
 
 
-def test_a_picture_is_a_video_of_one_frame(tiny_wan: ModelSource) -> None:
+def test_an_image_is_encoded_as_a_video_of_one_frame(tiny_wan: ModelSource) -> None:
     model = WAN.read_model(tiny_wan)
     encoder = WAN.build_media_encoder(model, CPU)
     pictures = media((3, 32, 48), 2)
@@ -63,7 +63,7 @@ def test_a_picture_is_a_video_of_one_frame(tiny_wan: ModelSource) -> None:
 
 
 @pytest.mark.parametrize("frames", [2, 3, 4, 6, 80])
-def test_a_number_of_frames_that_is_not_four_n_plus_one_gets_a_reason(tiny_wan: ModelSource, frames: int) -> None:
+def test_a_number_of_frames_other_than_4n_plus_1_gets_a_reason(tiny_wan: ModelSource, frames: int) -> None:
     reason = WAN.unsupported_reason(WAN.read_model(tiny_wan), (3, frames, 32, 48))
     assert reason == f"it has {frames} frames, and this model takes 1, 5, 9 … (4·n + 1)"
 
@@ -75,7 +75,7 @@ def test_image_to_video_learns_from_videos_only(tiny_wan_image_to_video: ModelSo
     assert "after the first" in str(WAN.unsupported_reason(model, (3, 1, 32, 48)))
 
 
-def test_the_condition_is_what_the_pipeline_prepares_to_the_bit(tiny_wan_image_to_video: ModelSource) -> None:
+def test_the_condition_equals_that_of_the_pipeline_to_the_bit(tiny_wan_image_to_video: ModelSource) -> None:
     model = WAN.read_model(tiny_wan_image_to_video)
     video = media((3, 9, 32, 48), 2)
     condition = WAN.build_media_encoder(model, CPU).encode(video)["condition"]
@@ -96,9 +96,11 @@ def test_a_sample_of_image_to_video_needs_its_first_frame(
     written = WrittenPipeline(case, WAN, WAN.read_model(tiny_wan_image_to_video))
     sampler = WAN.build_sampler(written.model, {}, CPU, torch.float32)
     with pytest.raises(ModelError, match="no first frame"):
-        sampler.sample(wanted(written, image=None))
+        sampler.sample(sample_request(written, image=None))
     dark = np.zeros((32, 48, 3), np.uint8)
-    assert not np.array_equal(sampler.sample(wanted(written)), sampler.sample(wanted(written, image=dark)))
+    assert not np.array_equal(
+        sampler.sample(sample_request(written)), sampler.sample(sample_request(written, image=dark))
+    )
 
 
 def edited(source: ModelSource, folder: Path, file: str, **changed: object) -> ModelSource:
@@ -107,13 +109,13 @@ def edited(source: ModelSource, folder: Path, file: str, **changed: object) -> M
     return ModelSource(str(folder))
 
 
-def test_an_image_encoder_of_wan21_is_refused(tiny_wan_image_to_video: ModelSource, tmp_path: Path) -> None:
+def test_an_image_encoder_of_wan21_raises_an_error(tiny_wan_image_to_video: ModelSource, tmp_path: Path) -> None:
     old = edited(tiny_wan_image_to_video, tmp_path / "old", "transformer/config.json", image_dim=1280)
     with pytest.raises(ModelError, match="through an image encoder"):
         WAN.read_model(old)
 
 
-def test_the_5b_as_image_to_video_is_refused(tiny_wan_image_to_video: ModelSource, tmp_path: Path) -> None:
+def test_the_5b_as_image_to_video_raises_an_error(tiny_wan_image_to_video: ModelSource, tmp_path: Path) -> None:
     other = edited(tiny_wan_image_to_video, tmp_path / "other", "model_index.json", expand_timesteps=True)
     with pytest.raises(ModelError, match="5B as image-to-video"):
         WAN.read_model(other)
@@ -128,7 +130,7 @@ def test_padding_is_zero_and_is_not_stored(tiny_wan: ModelSource) -> None:
     assert not padded[0, 1:].any() and not padded[1, 4:].any() and torch.equal(padded[2], texts[2]["embeds"])
 
 
-def test_a_tiny_pipeline_of_other_sizes_is_one_too(tmp_path: Path) -> None:
+def test_a_tiny_pipeline_can_have_other_sizes(tmp_path: Path) -> None:
     mean, std = tuple(range(16)), (2.0,) * 16
     sizes = TinyWan(layers=3, heads=4, ffn_dim=64, text_width=24, vae_width=4, latents_mean=mean, latents_std=std)
     write_pipeline(sizes, tmp_path / "other", seed=5)
@@ -138,7 +140,7 @@ def test_a_tiny_pipeline_of_other_sizes_is_one_too(tmp_path: Path) -> None:
     assert WAN.read_model(ModelSource(str(tmp_path / "other"))).shift == 3.0
 
 
-def test_the_tokenizer_tells_any_two_captions_apart(tiny_wan: ModelSource) -> None:
+def test_the_tiny_tokenizer_gives_different_captions_different_tokens(tiny_wan: ModelSource) -> None:
     tokenizer = WanPipeline.from_pretrained(tiny_wan.path).tokenizer
     captions = ["a red circle", "a Red circle", "红色的圆", "红色的方", "🔴", "🟦", "zebra", "zebr", "…"]
     tokens = [tuple(tokenizer(caption).input_ids) for caption in captions]

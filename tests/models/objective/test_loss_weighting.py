@@ -1,5 +1,7 @@
-"""Weights and losses, against the papers' closed forms, diffusers' own functions, and each other: a weight by SNR is
-one law for all predictions."""
+"""Loss weights and losses, against closed forms of the papers and functions of diffusers.
+
+A weight by SNR is the same weight of the error in the clean sample for all prediction types.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def by_table(
     return TrainingObjective(prediction, scheduler(zero_terminal_snr).alphas_cumprod, weighting)
 
 
-def test_weights_are_those_of_the_published_training() -> None:
+def test_weights_equal_those_of_diffusers_training_utilities() -> None:
     levels = torch.linspace(0.001, 1, 50)
     names: tuple[LossWeighting, ...] = ("cosmap", "sigma_sqrt", "none")
     for name in names:
@@ -62,12 +64,12 @@ def test_cosmap_is_a_density() -> None:
     assert loss_weight(middles, TrainingObjective(weighting="cosmap")).mean().item() == pytest.approx(1, abs=1e-8)
 
 
-def test_no_level_makes_an_infinite_weight() -> None:
+def test_no_sigma_has_an_infinite_weight() -> None:
     levels = torch.tensor([0.0, 1e-6])
     assert loss_weight(levels, TrainingObjective(weighting="sigma_sqrt")).tolist() == pytest.approx([1e6, 1e6])
 
 
-def test_min_snr_is_the_papers_for_epsilon_and_for_v() -> None:
+def test_min_snr_follows_the_paper_for_epsilon_and_v() -> None:
     """Hang et al.: min(SNR, γ) / SNR of ε, min(SNR, γ) / (SNR + 1) of v, with diffusers' own SNR."""
     snr = compute_snr(scheduler(), TIMESTEPS)
     capped = snr.clamp(max=5)
@@ -76,17 +78,17 @@ def test_min_snr_is_the_papers_for_epsilon_and_for_v() -> None:
     torch.testing.assert_close(v, capped / (snr + 1), rtol=1e-4, atol=1e-6)
 
 
-def test_debiased_is_the_papers_for_epsilon() -> None:
+def test_debiased_follows_the_paper_for_epsilon() -> None:
     """Yu et al.: 1 / √SNR."""
     snr = compute_snr(scheduler(), TIMESTEPS)
     torch.testing.assert_close(loss_weight(LEVELS, by_table("epsilon", "debiased")), snr.rsqrt(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("weighting", BY_SNR)
-def test_the_same_error_in_the_clean_sample_costs_the_same_whatever_the_model_predicts(
+def test_an_error_in_the_clean_sample_costs_the_same_for_every_prediction_type(
     weighting: LossWeighting,
 ) -> None:
-    """A model that takes the noisy sample for one of x + d predicts ε and v that are wrong by different amounts."""
+    """A model that mistakes the clean sample x for x + d has different errors in ε and in v."""
     clean, noise, wrong = torch.randn(3, len(LEVELS), 6, generator=torch.Generator().manual_seed(2)).double()
     costs = []
     for prediction in ("epsilon", "v"):
@@ -101,8 +103,8 @@ def test_the_same_error_in_the_clean_sample_costs_the_same_whatever_the_model_pr
 
 
 @given(st.floats(0.01, 0.99), st.floats(0.1, 50))
-def test_on_the_path_of_flow_the_law_is_the_same(level: float, gamma: float) -> None:
-    """û is wrong by d / l where x̂ is wrong by d, and the SNR of the path is ((1 - l) / l)²."""
+def test_the_snr_weights_of_flow_agree_with_those_of_the_clean_sample(level: float, gamma: float) -> None:
+    """The velocity is wrong by d / l if the clean sample is wrong by d, and the SNR of the path is ((1 - l) / l)²."""
     snr, levels = ((1 - level) / level) ** 2, torch.tensor([level], dtype=torch.float64)
     found = [
         loss_weight(levels, TrainingObjective(weighting=name, snr_gamma=gamma)).item() / level**2 for name in BY_SNR
@@ -112,7 +114,7 @@ def test_on_the_path_of_flow_the_law_is_the_same(level: float, gamma: float) -> 
 
 @pytest.mark.parametrize("weighting", BY_SNR)
 @pytest.mark.parametrize("prediction", ["epsilon", "v"])
-def test_weights_are_finite_where_there_is_only_noise_or_none(
+def test_weights_are_finite_for_pure_noise_and_without_noise(
     prediction: PredictionType, weighting: LossWeighting
 ) -> None:
     ends = TrainingObjective(prediction, torch.tensor([1.0, 0.5, 0.0]), weighting)
@@ -122,14 +124,14 @@ def test_weights_are_finite_where_there_is_only_noise_or_none(
     assert loss_weight(torch.tensor([0.0, 1.0]), TrainingObjective(weighting=weighting)).isfinite().all()
 
 
-def test_noise_alone_counts_fully_for_epsilon_and_not_at_all_for_v() -> None:
+def test_pure_noise_has_full_weight_for_epsilon_and_none_for_v() -> None:
     last, table = torch.tensor([1.0]), torch.tensor([0.5, 0.0])
     assert loss_weight(last, TrainingObjective("epsilon", table, "min_snr")).item() == 1
     assert loss_weight(last, TrainingObjective("v", table, "min_snr")).item() == 0
 
 
 @pytest.mark.parametrize("weighting", BY_SNR)
-def test_a_flow_model_is_weighted_evenly_and_the_reason_is_told(weighting: LossWeighting) -> None:
+def test_a_flow_model_has_equal_weights_and_reports_the_reason(weighting: LossWeighting) -> None:
     settings = ObjectiveSettings(weighting=weighting)
     objective = objective_from_settings(settings, "flow")
     assert loss_weight(LEVELS, objective).tolist() == [1.0] * len(LEVELS)
@@ -138,21 +140,21 @@ def test_a_flow_model_is_weighted_evenly_and_the_reason_is_told(weighting: LossW
     assert "flow matching" in decided.reason and "objective.flow_snr" in decided.reason
 
 
-def test_a_flow_model_is_weighted_by_its_path_when_asked_and_nothing_is_told() -> None:
+def test_a_flow_model_is_weighted_by_its_path_on_request_and_reports_nothing() -> None:
     settings = ObjectiveSettings(weighting="min_snr", flow_snr="path", snr_gamma=1.0)
     objective = objective_from_settings(settings, "flow")
     assert loss_weight(torch.tensor([0.25, 0.5, 0.75]), objective).tolist() == pytest.approx([1 / 16, 1 / 4, 1 / 16])
     assert list(weighting_decisions(settings, objective)) == []
 
 
-def test_a_model_with_a_table_is_weighted_as_asked() -> None:
+def test_a_model_with_a_table_has_the_configured_weighting() -> None:
     settings = ObjectiveSettings(weighting="min_snr", snr_gamma=3.0, loss="huber", huber_delta=0.3)
     objective = objective_from_settings(settings, "v", scheduler().alphas_cumprod)
     assert (objective.weighting, objective.snr_gamma, objective.huber_delta) == ("min_snr", 3.0, 0.3)
     assert objective_from_settings(ObjectiveSettings(huber_delta=0.3), "flow").huber_delta is None
 
 
-def test_a_samples_loss_is_the_weighted_mean_square_of_its_own_error() -> None:
+def test_a_samples_loss_is_the_weighted_mean_square_of_its_error() -> None:
     wanted = torch.zeros(2, 3, 4)
     said = torch.stack([torch.full((3, 4), 2.0), torch.full((3, 4), 3.0)])
     assert per_sample_loss(said, wanted, torch.tensor([1.0, 0.5]), TrainingObjective()).tolist() == [4.0, 4.5]
@@ -166,7 +168,7 @@ def test_the_loss_is_computed_in_fp32_from_half_precision_predictions() -> None:
 
 
 @given(st.floats(-1e3, 1e3), st.floats(0.01, 10))
-def test_huber_is_the_closed_form_between_the_square_and_twice_the_size(error: float, delta: float) -> None:
+def test_huber_equals_its_closed_form_and_stays_below_the_square(error: float, delta: float) -> None:
     found = pseudo_huber(torch.tensor(error, dtype=torch.float64), delta).item()
     assert found == pytest.approx(2 * delta * (math.hypot(error, delta) - delta), abs=1e-9, rel=1e-9)
     assert found <= error**2 + 1e-12 and found <= 2 * delta * abs(error) + 1e-12
@@ -177,14 +179,14 @@ def test_huber_keeps_errors_far_smaller_than_delta() -> None:
     assert pseudo_huber(torch.tensor(1e-5), 0.1).item() == pytest.approx(1e-10, rel=1e-5)
 
 
-def test_one_wild_element_pulls_no_harder_than_delta_allows() -> None:
+def test_the_gradient_of_an_outlier_is_limited_by_delta() -> None:
     said = torch.tensor([[0.0, 100.0]], requires_grad=True)
     loss = per_sample_loss(said, torch.zeros(1, 2), torch.ones(1), TrainingObjective(huber_delta=0.1))
     (gradient,) = torch.autograd.grad(loss.sum(), said)
     assert gradient[0].tolist() == pytest.approx([0.0, 2 * 0.1 / 2], rel=1e-3)
 
 
-def test_only_what_the_mask_shows_is_learnt_and_a_small_subject_weighs_as_much_as_a_large_one() -> None:
+def test_masked_positions_do_not_count_and_a_small_subject_weighs_as_much_as_a_large_one() -> None:
     said = torch.full((2, 3, 4, 4), 2.0, requires_grad=True)
     mask = torch.zeros(2, 1, 4, 4)
     mask[0, :, :1, :1], mask[1, :, :, :2] = 1.0, 1.0
@@ -194,7 +196,7 @@ def test_only_what_the_mask_shows_is_learnt_and_a_small_subject_weighs_as_much_a
     assert torch.equal(gradient != 0, mask.bool().expand_as(gradient))
 
 
-def test_a_mask_of_ones_changes_nothing_and_one_of_zeros_teaches_nothing() -> None:
+def test_a_mask_of_ones_changes_nothing_and_a_mask_of_zeros_gives_loss_zero() -> None:
     said, wanted = torch.randn(2, 2, 3, 5, generator=torch.Generator().manual_seed(1))
     whole, shape = per_sample_loss(said, wanted, torch.ones(2), TrainingObjective()), (2, 1, 5)
     torch.testing.assert_close(

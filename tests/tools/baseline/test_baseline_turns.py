@@ -104,9 +104,7 @@ def test_the_output_of_a_failed_process_is_reported_and_the_other_process_is_kil
 
 def test_a_peer_without_a_result_is_an_error_that_names_the_expected_file(tmp_path: Path) -> None:
     silent = JobCommand("my_loop.py", (sys.executable, "-c", ""), dict(os.environ))
-    with pytest.raises(
-        BaselineError, match=r"my_loop.py ended without an error but wrote no job.json.*quickstart"
-    ):
+    with pytest.raises(BaselineError, match=r"my_loop.py ended without an error but wrote no job.json.*quickstart"):
         run_job(silent, MeasurementRequest(out=str(tmp_path / "a"), begun=0.0))
 
 

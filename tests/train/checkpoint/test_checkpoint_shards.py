@@ -270,10 +270,10 @@ BEGINS = {"a.weight": 4, "b.weight": 1, "c.bias": 3}
 @pytest.mark.parametrize(
     ("tensors", "begins", "message"),
     [
-        ({"a.weight": torch.zeros(3, 3)}, {"a.weight": 5}, "goes on with row 5, wanted is row 4"),
-        ({"a.weight": torch.zeros(3, 3)}, {"a.weight": 3}, "goes on with row 3, wanted is row 4"),
-        ({"a.weight": torch.zeros(3, 4)}, {"a.weight": 4}, "is another tensor than in"),
-        ({"a.weight": torch.zeros(3, 3).double()}, {"a.weight": 4}, "is another tensor than in"),
+        ({"a.weight": torch.zeros(3, 3)}, {"a.weight": 5}, "continues at row 5, expected row 4"),
+        ({"a.weight": torch.zeros(3, 3)}, {"a.weight": 3}, "continues at row 3, expected row 4"),
+        ({"a.weight": torch.zeros(3, 4)}, {"a.weight": 4}, "has another dtype or shape than in"),
+        ({"a.weight": torch.zeros(3, 3).double()}, {"a.weight": 4}, "has another dtype or shape than in"),
     ],
 )
 def test_rows_that_do_not_fit_together_are_reported(
@@ -299,7 +299,7 @@ def test_a_tensor_whose_last_rows_are_lost_is_refused_by_every_reader(
     )
     file = SECOND if left else SECOND.replace("00001-of", "00000-of")
     for rank in range(readers):
-        with pytest.raises(CheckpointError, match=rf"{file}: c.bias of adapter.default ends as .*, wanted is \[5\]"):
+        with pytest.raises(CheckpointError, match=rf"{file}: c.bias of adapter.default has the shape .*, not \[5\]"):
             load_checkpoint(made).read_part("adapter.default", wanted_by(rank, readers))
 
 
@@ -307,7 +307,7 @@ def test_half_a_tensor_in_one_file_is_not_taken_for_a_shard(tmp_path: Path) -> N
     parts = whole_parts()
     parts["adapter.default"]["a.weight"] = parts["adapter.default"]["a.weight"][:4]
     made = save_parts(tmp_path / "c", 40, parts, state_at(40), keep=2, host=HostFacts())
-    with pytest.raises(CheckpointError, match=r"a\.weight of adapter\.default ends as"):
+    with pytest.raises(CheckpointError, match=r"a\.weight of adapter\.default has the shape"):
         load_checkpoint(made).read_part("adapter.default", wanted_by(0, 2))
 
 
@@ -322,7 +322,7 @@ def test_a_part_without_one_of_its_files_is_refused(tmp_path: Path) -> None:
     content = bytearray((made / "adapter.default.shard-00002-of-00003.safetensors").read_bytes())
     content[-1] ^= 1
     (made / "adapter.default.shard-00002-of-00003.safetensors").write_bytes(content)
-    assert "not what was written" in verify_checkpoint(made)[0]
+    assert "has changed since it was written" in verify_checkpoint(made)[0]
 
 
 def test_invalid_sharding_metadata_is_reported(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_run_that_began_from_another_resumes_from_its_own_checkpoints(tmp_path
 
 
 def test_a_named_checkpoint_that_is_missing_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not a checkpoint's folder"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint folder"):
         chosen(tmp_path / "a", str(tmp_path / "nothing"))
 
 
@@ -73,7 +73,7 @@ def test_a_wrong_name_is_an_error_even_for_a_run_with_checkpoints(tmp_path: Path
     """A typo must not mean "latest": a user who names a step wants that step."""
     put(tmp_path / "a", 20, 40)
     for typo in ("Latest", "20", str(tmp_path / "nothing")):
-        with pytest.raises(CheckpointError, match="is not a checkpoint's folder"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint folder"):
             chosen(tmp_path / "a", typo)
 
 

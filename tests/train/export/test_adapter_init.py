@@ -62,7 +62,7 @@ def test_an_adapter_starts_from_a_file_of_its_type(settings: AdapterSettings, tm
     before = written(settings, path)
     trained = fresh(settings, seed=2)
     summary = load_initial_values(trained, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
-    assert summary == f"16 of 16 layers begin with the values of {path}"
+    assert summary == f"16 of 16 layers start from the values of {path}"
     assert (wan_output(trained.module) - wan_output(before.module)).abs().max() < 1e-5
     wan_output(trained.module).square().mean().backward()
     assert all(parameter.grad is not None for parameter in trained.parameters.values()), "and goes on learning"
@@ -107,7 +107,7 @@ def test_a_frozen_adapter_has_an_effect_and_is_not_trained(settings: AdapterSett
     module = wan()
     bare = wan_output(module)
     summary = merge_frozen(module, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
-    assert summary == f"{path} is frozen below what is trained, on 16 layers"
+    assert summary == f"{path} is merged into the frozen weights of 16 layers"
     wanted = wan_output(below.module)
     assert (wanted - bare).abs().max() > 1e-2
     trained = fresh(AdapterSettings(rank=2), seed=3, module=module)
@@ -151,11 +151,11 @@ def test_flux_starts_from_a_file(tmp_path: Path) -> None:
 def test_the_other_experts_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     written(KINDS["lora"], path, name="low_noise")
-    with pytest.raises(ModelError, match=r"a\.safetensors is of low_noise by its metadata or its name, not of high"):
+    with pytest.raises(ModelError, match=r"a\.safetensors is for low_noise by its metadata or its name, not for high"):
         load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False)
     stray = tmp_path / "style_low_noise.safetensors"
     save_file(load_file(path), stray)
-    with pytest.raises(ModelError, match=r"is of low_noise .* in adapter\.high_noise"):
+    with pytest.raises(ModelError, match=r"is for low_noise .* in adapter\.high_noise"):
         load_layer_tensors(stray, "wan2.2", "high_noise", only_expert=False)
 
 
@@ -185,9 +185,9 @@ def test_another_rank_type_or_set_of_layers_is_refused_and_changes_nothing(tmp_p
             load_initial_values(trained, layers, path)
         assert all(torch.equal(before[name], parameter) for name, parameter in trained.parameters.items())
     fewer = attach(wan(), KINDS["lora"], ("to_q",), seed=1, name="high_noise")
-    with pytest.raises(ModelError, match=r"has 12 layers that are not trained .*; say adapter\.targets"):
+    with pytest.raises(ModelError, match=r"has 12 layers that are not trained .*; extend adapter\.targets"):
         load_initial_values(fewer, layers, path)
-    with pytest.raises(ModelError, match="16 layers that the model has not"):
+    with pytest.raises(ModelError, match="16 layers that the model does not have"):
         merge_frozen(flux(), layers, path)
 
 
@@ -207,7 +207,7 @@ def test_a_tensor_that_the_adapter_lacks_is_refused(key: str, tensor: torch.Tens
     save_file({**load_file(path), f"transformer.blocks.0.attn1.to_q.{key}": tensor}, path)
     trained = fresh(KINDS["lora"])
     before = trainable_state(trained)
-    with pytest.raises(ModelError, match=r"has no place for blocks\.0\.attn1\.to_q: "):
+    with pytest.raises(ModelError, match=r"has no parameters for blocks\.0\.attn1\.to_q: "):
         load_initial_values(trained, load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False), path)
     assert all(torch.equal(before[name], parameter) for name, parameter in trained.parameters.items())
 
@@ -259,12 +259,12 @@ def test_a_file_of_another_family_is_distinguished_from_unknown_keys(tmp_path: P
     written(KINDS["lora"], path)
     for family in ("flux", "qwen-image-edit"):
         with pytest.raises(
-            ModelError, match=rf"a\.safetensors is an adapter of wan2\.2, and model\.family is '{family}'"
+            ModelError, match=rf"a\.safetensors is an adapter for wan2\.2, and model\.family is '{family}'"
         ):
             load_layer_tensors(path, family, "model", only_expert=True)
     shared = {f"transformer.transformer_blocks.0.attn{n}.to_q.lora_A.weight": torch.ones(4, 8) for n in ("", "2")}
     save_file(shared, path)
-    with pytest.raises(ModelError, match=r"is an adapter of sd3\.5, and model\.family is 'flux'; name a file"):
+    with pytest.raises(ModelError, match=r"is an adapter for sd3\.5, and model\.family is 'flux'; use a file"):
         load_layer_tensors(path, "flux", "model", only_expert=True)
     save_file({**shared, "text_encoder.q.lora_A.weight": torch.ones(1)}, path)
     with pytest.raises(ModelError, match=r"1 of 3 keys matched; .* adapter convert FILE --to bare --partial"):

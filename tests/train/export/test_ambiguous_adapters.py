@@ -25,7 +25,7 @@ def test_half_a_lora_is_refused_by_its_key(half: str, tmp_path: Path) -> None:
     save_file({key: tensor for key, tensor in tensors.items() if key != lost}, path)
     for scheme in ("diffusers", "original", "lycoris"):
         with pytest.raises(
-            ModelError, match=r"a\.safetensors cannot be .* \(lora_unet_blocks_0_self_attn_q\..*\) and no"
+            ModelError, match=r"a\.safetensors cannot be .* \(lora_unet_blocks_0_self_attn_q\..*\) but no"
         ):
             convert_adapter(open_adapter(path), KEY_SCHEMES[scheme], tmp_path / "b.safetensors")
     assert not (tmp_path / "b.safetensors").exists()
@@ -36,7 +36,7 @@ def test_metadata_decide_the_family_of_layers_that_families_share(tmp_path: Path
     layer = "transformer.transformer_blocks.0.attn.to_q"
     tensors = {f"{layer}.lora_A.weight": random_tensor(RANK, 24), f"{layer}.lora_B.weight": random_tensor(24, RANK)}
     save_file(tensors, path)
-    with pytest.raises(ModelError, match=r"a\.safetensors: these layers are in flux and .* \(--family\)"):
+    with pytest.raises(ModelError, match=r"a\.safetensors: the layers of this adapter exist in flux and .* with --family"):
         export_adapter(open_adapter(path), "comfyui", out)
     for family in ("qwen-image", "qwen-image-edit"):
         save_file(tensors, path, {"supertuner": json.dumps({"family": family})})

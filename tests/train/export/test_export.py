@@ -28,13 +28,13 @@ def test_an_export_to_a_full_disk_fails_and_keeps_the_old_one(tmp_path: Path, ad
         before, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
         try:
-            with pytest.raises(TrainError, match=r"exports cannot be written: .*make room"):
+            with pytest.raises(TrainError, match=r"exports cannot be written: .*free some space"):
                 export(run)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, before)
     assert {path: path.stat().st_size for path in whole} == whole
-    assert not [path for path in folder.iterdir() if path.name.startswith(".making")]
+    assert not [path for path in folder.iterdir() if path.name.startswith(".writing")]
 
 
 def test_an_exported_file_is_not_in_memory_as_a_whole(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NullS
 from supertuner.core.host import HostFacts
 from supertuner.memory.hints.api import gh200_uvm_enabled, set_uvm_hint_override
 from supertuner.memory.hints.outcomes import HintOutcome, HintStatus
-from supertuner.memory.overflow.plugin import OverflowStats
-from supertuner.memory.overflow.pools import OverflowPools
+from supertuner.memory.overflow_allocator.plugin import OverflowStats
+from supertuner.memory.overflow_allocator.pools import OverflowPools
 from supertuner.step.batch import StepBatch
 from supertuner.train.run.memory_engine import MemoryEngine, open_memory, overflow_summary
 from tests.train.runs import TrainingForkServer, config
@@ -162,7 +162,7 @@ def test_the_summary_counts_how_often_spilling_began() -> None:
 
 def test_a_run_records_the_decision_and_prints_it_at_the_end(parent: TrainingForkServer, tmp_path: Path) -> None:
     file = config(tmp_path, "plain", train={"max_steps": 2}, validation={"at_start": False, "at_end": False})
-    assert parent.train(file) == 0, parent.remedy()
-    assert "  memory       residency hints off: " in parent.remedy()
+    assert parent.train(file) == 0, parent.output()
+    assert "  memory       residency hints off: " in parent.output()
     decisions = json.loads((tmp_path / "plain" / "run" / "decisions.json").read_text())
     assert "residency_hints" in json.dumps(decisions)

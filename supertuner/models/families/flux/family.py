@@ -50,9 +50,9 @@ def build_text_encoder(model: ModelDescription, device: torch.device, dtype: tor
     clip, t5 = load_text_towers(model, ("", "_2"), device, dtype)
 
     def encode(caption: str) -> Tensors:
-        pooled = clip.run(caption, clip.max_length).pooler_output
+        pooled = clip.run(caption, clip.max_length)
         embeds = t5.run(caption, MAX_TEXT_TOKENS).last_hidden_state
-        return {"embeds": embeds[0].cpu().clone(), "pooled": pooled[0].cpu().clone()}
+        return {"embeds": embeds[0].cpu().clone(), "pooled": pooled.pooler_output[0].cpu().clone()}
 
     return CaptionEncoder([clip, t5], encode, lambda caption: t5.exceeds(caption, MAX_TEXT_TOKENS))
 

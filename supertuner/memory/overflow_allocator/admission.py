@@ -12,8 +12,8 @@ import torch
 from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, MIB, bytes_text
 from supertuner.memory.driver import DeviceProperties
-from supertuner.memory.overflow.plugin import OverflowLimits
-from supertuner.memory.overflow.routing import OLDEST_TORCH, parse_version
+from supertuner.memory.overflow_allocator.plugin import OverflowLimits
+from supertuner.memory.overflow_allocator.routing import OLDEST_TORCH, parse_version
 
 if TYPE_CHECKING:
     from supertuner.config.settings.memory import OverflowSettings as Settings

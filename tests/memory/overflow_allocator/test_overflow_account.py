@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from supertuner.memory.driver import MemoryKind
-from supertuner.memory.overflow.plugin import OverflowLimits
+from supertuner.memory.overflow_allocator.plugin import OverflowLimits
 from tests.fakes.fake_libraries import MIB
 from tests.memory.on_fake import FakeBench, on_fake
 from tests.memory.plugin import PluginCopy

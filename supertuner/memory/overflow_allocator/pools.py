@@ -21,27 +21,11 @@ from supertuner.core.events import DecisionEvent, MeasurementEvent, NoteEvent, S
 from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON, MIB, bytes_text
 from supertuner.memory.driver import HOST, Driver, DriverError, NotAvailable
-from supertuner.memory.overflow import reclaim as reclaiming
-from supertuner.memory.overflow import routing
-from supertuner.memory.overflow.admission import (
-    SETTINGS_KEY,
-    HostCapacity,
-    overflow_limits,
-    settings_warning,
-    torch_allocator_facts,
-    unavailable_reason,
-    with_device_index,
-)
-from supertuner.memory.overflow.plugin import (
-    FREE_SYMBOL,
-    AccessPattern,
-    OverflowLimits,
-    OverflowPlugin,
-    OverflowStats,
-    alloc_symbol,
-    find_plugin,
-)
-from supertuner.memory.overflow.routing import AllocationRoute, ProcessWideRoute, ThreadLocalRoute
+from supertuner.memory.overflow_allocator import reclaim as reclaiming
+from supertuner.memory.overflow_allocator import routing
+from supertuner.memory.overflow_allocator.admission import SETTINGS_KEY, HostCapacity, overflow_limits, settings_warning, torch_allocator_facts, unavailable_reason, with_device_index
+from supertuner.memory.overflow_allocator.plugin import FREE_SYMBOL, AccessPattern, OverflowLimits, OverflowPlugin, OverflowStats, alloc_symbol, find_plugin
+from supertuner.memory.overflow_allocator.routing import AllocationRoute, ProcessWideRoute, ThreadLocalRoute
 from supertuner.memory.probe import host_available_bytes
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from supertuner.memory.driver import NotAvailable
-from supertuner.memory.overflow.plugin import OverflowPlugin, OverflowStats, find_plugin
+from supertuner.memory.overflow_allocator.plugin import OverflowPlugin, OverflowStats, find_plugin
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ def stats(device: int | str | torch.device = 0) -> dict[str, int | float | str]:
     """
     import torch
 
-    from supertuner.memory.overflow.admission import with_device_index
+    from supertuner.memory.overflow_allocator.admission import with_device_index
 
     torch_device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     number = with_device_index(torch_device).index

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <sys/types.h>
 
-#include "../../../supertuner/memory/overflow/_overflow.c"
+#include "../../../supertuner/memory/overflow_allocator/_overflow.c"
 
 enum { THREADS = 8, HELD = 24, MOST_PAGES = 48 };
 

@@ -16,24 +16,11 @@ from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, MIB
 from supertuner.memory.driver import AddressRange, DeviceProperties, MemoryKind, NotAvailable
-from supertuner.memory.overflow import plugin as overflow
-from supertuner.memory.overflow import pools
-from supertuner.memory.overflow.admission import (
-    HostCapacity,
-    TorchAllocatorFacts,
-    overflow_limits,
-    settings_warning,
-    unavailable_reason,
-)
-from supertuner.memory.overflow.reclaim import (
-    PoolSegment,
-    PoolState,
-    free_managed_ranges,
-    hard_reclaim_reason,
-    light_reclaim_reason,
-    plugin_segments,
-)
-from supertuner.memory.overflow.routing import process_wide_problem
+from supertuner.memory.overflow_allocator import plugin as overflow
+from supertuner.memory.overflow_allocator import pools
+from supertuner.memory.overflow_allocator.admission import HostCapacity, TorchAllocatorFacts, overflow_limits, settings_warning, unavailable_reason
+from supertuner.memory.overflow_allocator.reclaim import PoolSegment, PoolState, free_managed_ranges, hard_reclaim_reason, light_reclaim_reason, plugin_segments
+from supertuner.memory.overflow_allocator.routing import process_wide_problem
 from supertuner.memory.probe import probe_machine
 from tests.memory.machine_files import GB10, GH200, H100, FakeProbeDriver, folder_host, gb10_files, gh200_files, meminfo
 
@@ -106,7 +93,9 @@ def test_a_host_without_readable_available_memory_is_refused(tmp_path):
 
 
 def test_opening_pools_without_a_gpu_raises_the_reason(gh200):
-    facts = probe_machine(gh200, NotAvailable("no NVIDIA driver (libcuda.so.1) on this machine"), NotAvailable("not asked"))
+    facts = probe_machine(
+        gh200, NotAvailable("no NVIDIA driver (libcuda.so.1) on this machine"), NotAvailable("not asked")
+    )
     with pytest.raises(MemoryEngineError, match=r"memory\.overflow: there is no GPU 0 \(no NVIDIA driver"):
         pools.open_overflow_pools(ON, facts, gh200, NullSink(), driver=NotAvailable("none"))
 

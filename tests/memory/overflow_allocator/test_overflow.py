@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from supertuner.memory.driver import HOST, AddressRange, GpuLocation, MemoryKind
-from supertuner.memory.overflow.plugin import OverflowLimits
+from supertuner.memory.overflow_allocator.plugin import OverflowLimits
 from tests.fakes.fake_libraries import MIB, environment, run_python
 from tests.memory.on_fake import FakeBench, on_fake
 from tests.memory.plugin import PluginCopy
@@ -308,7 +308,7 @@ def test_each_access_pattern_reaches_the_driver_as_advice(bench: FakeBench) -> N
 
 def test_a_driver_before_cuda_12_2_receives_advice_in_its_older_form(tmp_path) -> None:
     code = """
-from supertuner.memory.overflow.plugin import OverflowLimits
+from supertuner.memory.overflow_allocator.plugin import OverflowLimits
 from tests.memory.plugin import PluginCopy
 plugin = PluginCopy(OverflowLimits(gpu_reserve_bytes=64 << 20))
 assert plugin.alloc(2 << 20, "cpu_first") and plugin.alloc(2 << 20, "balanced")

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from supertuner import memory
-from supertuner.memory.overflow import plugin as overflow
-from supertuner.memory.overflow.plugin import OverflowStats, find_plugin
-from supertuner.memory.overflow.stats import STAT_KEYS
+from supertuner.memory.overflow_allocator import plugin as overflow
+from supertuner.memory.overflow_allocator.plugin import OverflowStats, find_plugin
+from supertuner.memory.overflow_allocator.stats import STAT_KEYS
 
 ROOT = Path(__file__).parents[3]
 NO_PLUGIN = not isinstance(find_plugin(), Path)
@@ -61,7 +61,7 @@ def test_the_documentation_names_every_key():
 
 
 def test_the_ctypes_structure_has_the_fields_of_the_c_struct_in_order():
-    source = (ROOT / "supertuner/memory/overflow/_overflow.c").read_text()
+    source = (ROOT / "supertuner/memory/overflow_allocator/_overflow.c").read_text()
     body = re.search(r"struct statistics \{(.*?)\n\};", source, re.DOTALL)
     assert body is not None
     text = re.sub(r"/\*.*?\*/", "", body[1])
