@@ -1,4 +1,4 @@
-"""`python train.py --config …`, as the GH200 forks call it, also by torchrun and `accelerate launch`: `supertuner train`."""
+"""`supertuner train` under the name and flags of the GH200 forks: `python train.py --config …`, also by torchrun."""
 
 import sys
 

@@ -15,7 +15,7 @@ ROUNDS = 5
 LIMIT_S = 3.0
 IMPORTS = """
 import diffusers, peft, transformers, tensorboard.summary.writer.event_file_writer
-import supertuner.cli, supertuner.models.families.wan22.family, supertuner.tools.training, supertuner.tools.loss_curve
+import supertuner.cli, supertuner.models.families.wan22.family, supertuner.api.training, supertuner.runs.loss_curve
 import supertuner.train.export.export, supertuner.train.loop, supertuner.train.setup
 """
 TRAIN = "from supertuner.cli import main; main()"

@@ -152,12 +152,12 @@ def opened_run(
     name: str, folder: Path, place: LauncherEnvironment, micro: int, **settings: Any
 ) -> Iterator[TrainingRun]:
     """The run of one of several processes, with the default reports."""
+    from supertuner.api.session import open_session
+    from supertuner.api.training import open_report_sinks
     from supertuner.arena.run_context import RunContext
     from supertuner.config.sources.load import load_config
     from supertuner.distributed.torch_process_group import open_process_group
     from supertuner.distributed.watchdog.heartbeat import Heartbeat, HeartbeatProgress, HeartbeatSink
-    from supertuner.tools.session import open_session
-    from supertuner.tools.training import open_report_sinks
     from supertuner.train.setup import open_run
 
     torch.set_num_threads(1)

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from supertuner.api.session import RunSession, open_session
+from supertuner.api.training import open_report_sinks
 from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.load import load_config
 from supertuner.models.spec import Tensors
 from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.step.window import ExpertState
-from supertuner.tools.session import RunSession, open_session
-from supertuner.tools.training import open_report_sinks
 from supertuner.train.run.training_run import TrainingRun
 from supertuner.train.setup import open_run
 

@@ -23,6 +23,15 @@ from supertuner.cli.run import register as register_validate
 from supertuner.cli.train import register as register_train
 from supertuner.core.errors import ConfigError, SuperTunerError
 
+TRAIN_EXTRA_MODULES = frozenset(
+    (
+        "PIL", "accelerate", "av", "cramjam", "diffusers", "ftfy", "lycoris", "matplotlib", "peft", "prodigyopt",
+        "pyarrow", "pynvml", "safetensors", "schedulefree", "simplejpeg", "soundfile", "tensorboard", "torch",
+        "torchao", "transformers",
+    )
+)  # fmt: skip
+"""The modules of the packages of the extra `train` in pyproject.toml; a test compares the two."""
+
 app = typer.Typer(
     name="supertuner",
     help="Fine-tune diffusion models on machines whose CPU and GPU share memory.",
@@ -76,6 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not _is_reported_by_first_rank(error):
             typer.echo(str(error), err=True)
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in TRAIN_EXTRA_MODULES:
+            raise
+        typer.echo(missing_extra_text(sys.argv[1:] if arguments is None else arguments), err=True)
+        sys.exit(2)
     except OSError as error:  # one that no package handles: print the file and the system's reason
         where = f"{error.filename}: " if error.filename is not None else ""
         typer.echo(
@@ -85,6 +99,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         sys.exit(130)
+
+
+def missing_extra_text(arguments: Sequence[str]) -> str:
+    """The message of a command that lacks a package of the extra `train`."""
+    command = " ".join(["supertuner", *(word for word in arguments[:1] if not word.startswith("-"))])
+    return f"{command} needs the extra \"train\": pip install 'supertuner[train]'"
 
 
 def _is_reported_by_first_rank(error: SuperTunerError) -> bool:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from supertuner.train.export.adapter_files import AdapterFile
 
 app = typer.Typer(help="Inspect, convert, export and merge adapter files.", no_args_is_help=True)
 
@@ -60,18 +57,10 @@ def convert(
     force: ForceOption = False,
 ) -> None:
     """Write an adapter with the key names of another program."""
-    from supertuner.core.errors import ModelError
-    from supertuner.models.adapters.keys_schemes import KEY_SCHEMES
-    from supertuner.train.export.adapter_files import convert_adapter
+    from supertuner.api import adapters
 
-    if to not in KEY_SCHEMES:
-        raise ModelError(f"--to is {to!r}; known schemes: {', '.join(KEY_SCHEMES)}")
-    adapter_file = _open_adapter_file(file, family, expert, partial)
-    target = out or file.with_name(f"{file.stem}.{to}.safetensors")
-    count = convert_adapter(adapter_file, KEY_SCHEMES[to], target, overwrite=force, family=family)
-    typer.echo(
-        f"{target}: {count} tensors, {adapter_file.reading.scheme.name} to {to}; {adapter_file.reading.summary()}"
-    )
+    done = adapters.convert(file, to, out, family=family, expert=expert, partial=partial, overwrite=force)
+    typer.echo(f"{done.path}: {done.tensors} tensors, {done.from_scheme} to {done.to_scheme}; {done.summary}")
 
 
 @app.command()
@@ -85,9 +74,10 @@ def export(
     force: ForceOption = False,
 ) -> None:
     """Write an adapter for a program: one file per expert, with the key names that the program reads."""
+    from supertuner.api.adapters import open_adapter_file
     from supertuner.tools.adapter_export import export_adapter
 
-    adapter_file = _open_adapter_file(file, family, expert, partial)
+    adapter_file = open_adapter_file(file, family=family, expert=expert, partial=partial)
     for exported_path, count in export_adapter(adapter_file, program, out, overwrite=force, family=family):
         typer.echo(f"{exported_path}: {count} tensors for {program}")
     typer.echo(adapter_file.reading.summary())
@@ -103,10 +93,10 @@ def merge(
     family: FamilyOption = None,
 ) -> None:
     """Write a copy of a model with adapters merged into its weights. The base is not changed."""
-    from supertuner.tools.adapter_merge import merge_adapters
+    from supertuner.api import adapters
 
-    adapter_files = [_open_adapter_file(file, family, expert, partial=False) for file in files]
-    for part, count in merge_adapters(adapter_files, base, out, strength).items():
+    merged = adapters.merge(files, base, out, strength=strength, family=family, expert=expert)
+    for part, count in merged.changed_layers.items():
         change_text = f"{count} layers changed" if count else "unchanged: no FILE belongs to this expert"
         typer.echo(f"{out / part}: {change_text}")
 
@@ -119,24 +109,6 @@ def schemes() -> None:
 
     for name, scheme in KEY_SCHEMES.items():
         typer.echo(f"{name:34} {example_key(scheme)}")
-
-
-def _open_adapter_file(file: Path, family: str | None, expert: str | None, partial: bool) -> AdapterFile:
-    from supertuner.core.errors import ModelError
-    from supertuner.train.export.adapter_files import (
-        EXPERT_BY_SUFFIX,
-        open_adapter,
-        refuse_checkpoint_part,
-        with_expert,
-    )
-
-    if expert is not None and expert not in EXPERT_BY_SUFFIX.values():
-        raise ModelError(f"--expert is {expert!r}; known experts: {', '.join(EXPERT_BY_SUFFIX.values())}")
-    refuse_checkpoint_part(file)
-    adapter_file = open_adapter(file, family)
-    if adapter_file.reading.unknown and not partial:
-        raise ModelError(f"{file}: {adapter_file.reading.summary()}; use --partial to leave them out")
-    return with_expert(adapter_file, expert)
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -25,8 +25,8 @@ def build(
     as_json: JsonOption = False,
 ) -> None:
     """Stage CONFIG's datasets and encode what training will need. Existing entries are kept."""
+    from supertuner.api.session import load_command_config
     from supertuner.tools.caches import build_caches, describe_build
-    from supertuner.tools.session import load_command_config
 
     built_caches = build_caches(load_command_config(config, sets or []), check=check)
     if as_json:
@@ -41,8 +41,8 @@ def build(
 @app.command()
 def verify(config: ConfigArgument, sets: SetOption = None) -> None:
     """Verify every byte of CONFIG's caches; list which are used, stale or missing. Exits with 1 if one is damaged."""
+    from supertuner.api.session import load_command_config
     from supertuner.tools.caches import describe_cache, verify_caches
-    from supertuner.tools.session import load_command_config
 
     state, problems = verify_caches(load_command_config(config, sets or []))
     damaged = [(held, problem) for held, problem in zip(state.arenas, problems, strict=True) if problem is not None]
@@ -61,8 +61,8 @@ def verify(config: ConfigArgument, sets: SetOption = None) -> None:
 @app.command("ls")
 def list_caches(config: ConfigArgument, sets: SetOption = None, as_json: JsonOption = False) -> None:
     """List the arenas of CONFIG's caches: their entries, the encoder that made them, and how many CONFIG uses."""
+    from supertuner.api.session import load_command_config
     from supertuner.tools.caches import cache_record, inspect_caches
-    from supertuner.tools.session import load_command_config
 
     state = inspect_caches(load_command_config(config, sets or []))
     if as_json:
@@ -81,8 +81,8 @@ def prune(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove the listed arenas.")] = False,
 ) -> None:
     """List cache arenas that CONFIG does not need: stale, unused or damaged. With --yes, remove them."""
+    from supertuner.api.session import load_command_config
     from supertuner.tools.caches import describe_cache, inspect_caches, prunable_caches, prune_caches
-    from supertuner.tools.session import load_command_config
 
     prunable_arenas = prunable_caches(inspect_caches(load_command_config(config, sets or [])))
     if not prunable_arenas:

@@ -25,7 +25,7 @@ def stage(
     as_json: JsonOption = False,
 ) -> None:
     """Stage every dataset of CONFIG into memory that all processes of this node share. Staged data are reused."""
-    from supertuner.tools.session import load_command_config, open_session
+    from supertuner.api.session import load_command_config, open_session
     from supertuner.tools.staging import stage_all_datasets, stage_summary
 
     with open_session(load_command_config(config, sets or (), limit=limit, strict=strict)) as session:
@@ -49,8 +49,8 @@ def preview(
     sets: SetOption = None,
 ) -> None:
     """Stage CONFIG's datasets and draw one decoded, augmented batch of every bucket as a contact sheet."""
+    from supertuner.api.session import load_command_config
     from supertuner.tools.preview import preview_dataset
-    from supertuner.tools.session import load_command_config
 
     bucket_count = preview_dataset(load_command_config(config, sets or (), limit=limit), out, epoch=epoch)
     empty = "" if bucket_count else f"; epoch {epoch} has no samples: weights below 1 leave some to later epochs"

@@ -31,7 +31,7 @@ def quickstart(
     supertuner, tensorboard = (_command_path(name) for name in ("supertuner", "tensorboard"))
     decrease = f" ({100 * (1 - result.loss_after / result.loss_before):.0f} % less)" if result.loss_before else ""
     memory = "\n".join(f"memory: {line}" for line in trained.memory_lines)
-    exported = "\n".join(f"  {path}" for path in trained.exports)
+    exported = "\n".join(f"  {path}" for path in trained.adapters)
     typer.echo(
         f"""
 done in {result.seconds:.0f} s: {trained.steps} optimizer steps of two experts, {trained.samples} samples

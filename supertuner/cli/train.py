@@ -41,16 +41,15 @@ def train(
     Ctrl-C, SIGTERM and a closed terminal save a checkpoint and stop after the current window. The same command then
     resumes, and its result is bit for bit that of an uninterrupted run.
     """
+    from supertuner.api import training
+    from supertuner.api.session import load_command_config
     from supertuner.config.sources.environment import current_environment
     from supertuner.config.sources.launcher import read_launcher_environment
-    from supertuner.tools.session import load_command_config
-    from supertuner.tools.training import train as run_training
-    from supertuner.tools.training import training_summary
 
-    result = run_training(load_command_config(config, sets or [], limit=limit), resume=resume, force=force or anyway)
+    result = training.train(load_command_config(config, sets or [], limit=limit), resume=resume, force=force or anyway)
     if read_launcher_environment(current_environment()).is_main_process:  # rank 0 prints for all
         with suppress(OSError):  # standard output may be closed by now; the exit code still reports the result
-            typer.echo(training_summary(result))
+            typer.echo(training.training_summary(result))
     if result.stopped_by is not None:
         raise typer.Exit(128 + signal.Signals[result.stopped_by])
 

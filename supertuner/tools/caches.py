@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from supertuner.api.session import arena_lifetime, build_saved_config, open_session, run_name
 from supertuner.arena.format import ArenaLifetime
 from supertuner.arena.run_context import RunContext
 from supertuner.cache.inventory import CacheArenaStatus, RequiredEntries, list_cache_arenas, verify_cache_arena
@@ -20,7 +21,6 @@ from supertuner.core.errors import ArenaBusyError, ArenaError, CacheError
 from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON, bytes_text
 from supertuner.sinks.console import ConsoleSink
-from supertuner.tools.session import arena_lifetime, build_saved_config, open_session, run_name
 
 if TYPE_CHECKING:
     from supertuner.arena.home import ArenaHome

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from supertuner.core.types import GIB, KIB, MIB, bytes_text
 from supertuner.plan.forecast.results import step_duration_text
 from supertuner.sinks.drawing import CARD, INK, MUTED, RULE
-from supertuner.tools.plot_style import FAINT_RULE, add_axes, add_text, figure_png, new_figure, points
+from supertuner.sinks.plot_style import FAINT_RULE, add_axes, add_text, figure_png, new_figure, points
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from supertuner.api.session import arena_lifetime
 from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.load import LoadedConfig
 from supertuner.core.durable import write_bytes
@@ -20,7 +21,6 @@ from supertuner.data.ordering.micro_batches import MicroBatch, single_micro_batc
 from supertuner.sinks.console import ConsoleSink
 from supertuner.sinks.drawing import png_bytes
 from supertuner.tools.contact_sheet import ContactSheetCell, ContactSheetSection, render_contact_sheet
-from supertuner.tools.session import arena_lifetime
 
 if TYPE_CHECKING:
     from supertuner.data.batching.decoder_pool import DecodedBatch

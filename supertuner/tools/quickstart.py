@@ -16,6 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+from supertuner.api.session import RunSession, arena_lifetime, load_command_config, open_session
+from supertuner.api.training import TrainingResult, train_in_session
 from supertuner.arena.run_context import RunContext
 from supertuner.core.durable import write_bytes
 from supertuner.core.errors import SuperTunerError
@@ -24,9 +26,7 @@ from supertuner.data.corpus_loader import open_corpus
 from supertuner.runs.loss_files import HELD_OUT_FILE, read_held_out_losses
 from supertuner.tools import shapes
 from supertuner.tools.preview import write_preview
-from supertuner.tools.session import RunSession, arena_lifetime, load_command_config, open_session
 from supertuner.tools.staging import stage_all_datasets
-from supertuner.tools.training import TrainingResult, train_in_session
 
 DATA_FOLDER: Final = "shapes"
 CONTACT_SHEET_FILE: Final = "contact_sheet.png"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from supertuner.api.session import RunSession, arena_lifetime
 from supertuner.core.types import bytes_text
 from supertuner.data.corpus_loader import dataset_stagers
 from supertuner.data.staging.result import StageResult
-from supertuner.tools.session import RunSession, arena_lifetime
 
 
 def stage_all_datasets(run_session: RunSession) -> list[StageResult]:

@@ -8,9 +8,11 @@ was not.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from supertuner.core.errors import CollectiveError, ModelError, NonFiniteError, SuperTunerError, TrainError
 from supertuner.core.events import NoteEvent, WarningEvent
@@ -21,7 +23,7 @@ from supertuner.runs.requests import RequestInbox, RunRequest
 from supertuner.sinks import training_events as training
 from supertuner.step.batch import StepBatch
 from supertuner.step.window import WindowResult, train_window
-from supertuner.train.checkpoint.async_saver import CheckpointSaver, SaveCallback
+from supertuner.train.checkpoint.async_saver import CheckpointSaver, SaveCallback, SavedCallback
 from supertuner.train.run.dataloader import TrainingWindow
 from supertuner.train.run.training_run import TrainingRun
 from supertuner.train.signals import TrainingSignals
@@ -29,6 +31,9 @@ from supertuner.train.validation.validate import validate
 
 RATES_EVERY_STEPS = 10
 """For optimizers with a learning rate per weight: how often their spread is reported, which reads all of them."""
+STOPPED_BY_CALLBACK: Final = "callback"
+CALLBACK_STOP: Final = 1 << 10
+"""Stands for a stop by a callback among the numbers of signals that ranks exchange; larger than any of them."""
 OUT_OF_MEMORY_REMEDY = 'lower train.batch_size, set train.gradient_checkpointing: true, or model.base_weights: "int8"'
 
 
@@ -37,18 +42,24 @@ class TrainingOutcome:
     """How the loop ended."""
 
     stopped_by: str | None
-    """The name of the signal that stopped it; None: all steps are done."""
+    """The name of the signal that stopped it, or "callback"; None: all steps are done."""
     seconds: float
 
 
-def train(run: TrainingRun) -> TrainingOutcome:
-    """Train from the run's step to its last one, or until a signal requests a stop."""
+def train(
+    run: TrainingRun, *, should_stop: Callable[[], bool] | None = None, on_saved: SavedCallback | None = None
+) -> TrainingOutcome:
+    """Train from the run's step to its last one, or until a signal or `should_stop` requests a stop.
+
+    `should_stop` is called after each window; True on any rank saves a checkpoint and stops all ranks. `on_saved` is
+    called with the step and the path of each checkpoint of the run, by the training thread.
+    """
     started_s = time.perf_counter()
     settings = run.config.validation
     with (
         TrainingSignals() as signals,
         _open_requests(run) as requests,
-        CheckpointSaver(run) as saver,
+        CheckpointSaver(run, on_saved) as saver,
         run.dataloader() as loader,
     ):
         run.context.sink.emit(
@@ -67,7 +78,8 @@ def train(run: TrainingRun) -> TrainingOutcome:
             last = run.step == run.schedule.total_steps
             if _is_due(run.step, settings.every_steps) or (last and settings.at_end):
                 _validate_or_warn(run)
-            requested = _collect_requests(run, requests, signals)
+            stop_number = signals.stop_number or (CALLBACK_STOP if should_stop is not None and should_stop() else 0)
+            requested = _collect_requests(run, requests, signals, stop_number)
             if _is_due(run.step, run.config.checkpoints.every_steps) or last or requested.stop:
                 saver.save()
             _serve_requests(run, saver, requests, requested)
@@ -187,10 +199,12 @@ class _ControlRequests:
     """The kind of each request: rank 0 receives and answers the requests, all ranks carry them out."""
 
 
-def _collect_requests(run: TrainingRun, requests: RequestInbox | None, signals: TrainingSignals) -> _ControlRequests:
+def _collect_requests(
+    run: TrainingRun, requests: RequestInbox | None, signals: TrainingSignals, stop_number: int
+) -> _ControlRequests:
     """Read signals and requests once: later ones count after the next window."""
     pending = () if requests is None else tuple(requests.pending())
-    own_flags = [signals.stop_number, int(signals.pop_validate_request()), len(pending)]
+    own_flags = [stop_number, int(signals.pop_validate_request()), len(pending)]
     (any_flag,) = run.process_group.all_reduce_max([int(any(own_flags))])
     if not any_flag:  # nearly always; a single value is the cheapest collective
         return _ControlRequests(None, False, (), ())
@@ -199,7 +213,8 @@ def _collect_requests(run: TrainingRun, requests: RequestInbox | None, signals: 
     if count and run.process_group.world_size > 1:
         kinds_text = run.process_group.broadcast(",".join(kinds).encode() if requests is not None else None)
         kinds = tuple(kinds_text.decode().split(","))
-    return _ControlRequests(TrainingSignals.signal_name(number), bool(validation), pending, kinds)
+    stop = STOPPED_BY_CALLBACK if number == CALLBACK_STOP else TrainingSignals.signal_name(number)
+    return _ControlRequests(stop, bool(validation), pending, kinds)
 
 
 def _serve_requests(

@@ -133,7 +133,7 @@ def oversized(source: str) -> list[str]:
 
 
 def many_parameters(source: str) -> list[str]:
-    """Functions with more than seven parameters. A comment `# many parameters: <reason>` on the `def` line allows it."""
+    """Functions with more than seven parameters. `# many parameters: <reason>` on the `def` line allows it."""
     lines = source.splitlines()
     found = []
     for node in ast.walk(tree_of(source)):

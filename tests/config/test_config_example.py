@@ -7,8 +7,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from supertuner.api.training import train
 from supertuner.config.sources.load import load_config
-from supertuner.tools.training import train
 
 SHIPPED = Path(__file__).parents[2] / "examples/gh200_in_memory_example.json"
 
@@ -27,11 +27,11 @@ def test_the_shipped_example_trains_both_experts_through_the_ramp_and_exports_th
     assert {line["expert"] for line in steps} == {"high_noise", "low_noise"}
     sizes = [line["window"] for line in steps]
     assert sizes == sorted(sizes) and sizes[0] == 4 < sizes[-1]
-    assert [path.name for path in result.exports] == [
+    assert [path.name for path in result.adapters] == [
         "gh200-in-memory_high_noise.safetensors",
         "gh200-in-memory_low_noise.safetensors",
     ]
-    with safe_open(result.exports[0], "pt") as exported:
+    with safe_open(result.adapters[0], "pt") as exported:
         assert all(name.startswith("transformer.") for name in exported.keys())  # noqa: SIM118
     assert (result.run_dir / "samples/step-00000012/grid.png").is_file()
     assert any((tmp_path / "cache").iterdir())

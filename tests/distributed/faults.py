@@ -10,11 +10,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from supertuner.api.session import open_session
+from supertuner.api.training import train_in_session
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import StageError
-from supertuner.tools.session import open_session
-from supertuner.tools.training import train_in_session
 from tests.distributed.ranks import RankOutcome, launched_ranks
 from tests.distributed.runs import ActingSink, a_run, train
 from tests.train.runs import artefacts

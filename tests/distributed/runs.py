@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from supertuner.api.session import open_session
+from supertuner.api.training import train_in_session
 from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.config.sources.load import load_config
@@ -22,8 +24,6 @@ from supertuner.data.ordering.micro_batches import MicroBatch
 from supertuner.distributed.torch_process_group import TorchProcessGroup
 from supertuner.models.spec import Tensors
 from supertuner.sinks.training_events import TRAIN_STEP
-from supertuner.tools.session import open_session
-from supertuner.tools.training import train_in_session
 from supertuner.train.setup import open_run
 from tests.train.runs import config, pictures
 

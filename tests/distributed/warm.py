@@ -17,7 +17,7 @@ RUNS = (
     "lycoris",
     "peft",
     "transformers",
-    "supertuner.tools.loss_curve",
+    "supertuner.runs.loss_curve",
     "supertuner.plan.forecast.preflight",
     "supertuner.train.export.export",
     "supertuner.train.loop",

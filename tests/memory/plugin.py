@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from supertuner.memory.driver import NotAvailable
-from supertuner.memory.overflow_allocator.plugin import FREE_SYMBOL, AccessPattern, OverflowLimits, OverflowPlugin, OverflowStats, alloc_symbol, find_plugin
+from supertuner.memory.overflow_allocator.plugin import (
+    FREE_SYMBOL,
+    AccessPattern,
+    OverflowLimits,
+    OverflowPlugin,
+    OverflowStats,
+    alloc_symbol,
+    find_plugin,
+)
 
 PLENTY_KIB = 1 << 40
 

@@ -13,13 +13,13 @@ from urllib.parse import urlparse
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REFUSALS = {
-    "nobody/nothing": (404, "RepoNotFound"),
-    "somebody/private": (401, "RepoNotFound"),
-    "somebody/broken": (500, ""),
-    "somebody/token": (401, ""),
+    "missing/nothing": (404, "RepoNotFound"),
+    "owner/private": (401, "RepoNotFound"),
+    "owner/broken": (500, ""),
+    "owner/token": (401, ""),
 }
 """Repositories that cannot be read → the server's status and error code."""
-GATED = "somebody/gated"
+GATED = "owner/gated"
 
 
 class FakeHub:
@@ -34,7 +34,7 @@ class FakeHub:
 
 @contextmanager
 def serve_hub(folder: Path) -> Iterator[FakeHub]:
-    """`somebody/model` is the pipeline in `folder`; `somebody/gated` is the same behind a gate."""
+    """`owner/model` is the pipeline in `folder`; `owner/gated` is the same behind a gate."""
     hub = FakeHub(folder)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     hub.address = f"http://127.0.0.1:{server.server_address[1]}"

@@ -71,10 +71,10 @@ def test_files_in_the_memo_are_not_read_again(files: list[Path], tmp_path: Path)
     memo = tmp_path / "memo.json"
     before = fingerprint(files, memo)
     written = memo.stat().st_mtime_ns
-    told = json.loads(memo.read_text())
-    for entry in told["files"].values():
+    content = json.loads(memo.read_text())
+    for entry in content["files"].values():
         entry["digest"] = "0" * 32
-    memo.write_text(json.dumps(told))
+    memo.write_text(json.dumps(content))
     assert fingerprint(files, memo) != before, "the memo was not used"
     memo.unlink()
     fingerprint(files, memo)

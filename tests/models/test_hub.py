@@ -47,7 +47,7 @@ def read_error(source: ModelSource) -> str:
 
 
 def test_reading_a_model_downloads_its_configs_and_no_weights(hub: FakeHub) -> None:
-    model = load_family(WAN).read_model(ModelSource("somebody/model"))
+    model = load_family(WAN).read_model(ModelSource("owner/model"))
     assert [expert.name for expert in model.experts] == ["high_noise", "low_noise"]
     assert not [asked for asked in hub.requests if asked.endswith(".safetensors")]
 
@@ -63,7 +63,7 @@ def test_components_of_all_families_from_the_hub_are_equal_to_the_bit(
 ) -> None:
     cpu = torch.device("cpu")
     with hub_of(written.folder, tmp_path, monkeypatch) as hub:
-        model = written.family.read_model(ModelSource("somebody/model"))
+        model = written.family.read_model(ModelSource("owner/model"))
         assert not [asked for asked in hub.requests if asked.endswith(".safetensors")]
         there = written.family.build_text_encoder(model, cpu, torch.float32).encode(["a star"])[0]
         module = written.family.load_denoiser(model, model.experts[0], torch.float32)
@@ -74,16 +74,16 @@ def test_components_of_all_families_from_the_hub_are_equal_to_the_bit(
 
 
 def test_a_model_is_pinned_to_the_commit_that_was_read(hub: FakeHub) -> None:
-    model = load_family(WAN).read_model(ModelSource("somebody/model", revision="v1"))
+    model = load_family(WAN).read_model(ModelSource("owner/model", revision="v1"))
     assert model.source.revision == COMMIT
 
 
 def test_a_component_is_downloaded_when_it_is_needed_and_only_once(hub: FakeHub) -> None:
     wan = load_family(WAN)
-    model = wan.read_model(ModelSource("somebody/model"))
+    model = wan.read_model(ModelSource("owner/model"))
     wan.build_media_encoder(model, torch.device("cpu"))
     fetched = [asked for asked in hub.requests if asked.startswith("GET") and asked.endswith(".safetensors")]
-    assert fetched == [f"GET /somebody/model/resolve/{COMMIT}/vae/diffusion_pytorch_model.safetensors"]
+    assert fetched == [f"GET /owner/model/resolve/{COMMIT}/vae/diffusion_pytorch_model.safetensors"]
     hub.requests.clear()
     wan.build_media_encoder(model, torch.device("cpu"))
     assert not hub.requests
@@ -98,7 +98,7 @@ def test_sharded_weights_are_downloaded_by_their_index(hub: FakeHub, tmp_path: P
     shutil.rmtree(hub.folder / "transformer")
     whole.save_pretrained(hub.folder / "transformer", max_shard_size="40KB")  # type: ignore[operator]
     (hub.folder / "transformer" / "diffusion_pytorch_model.fp16.safetensors").write_bytes(b"not asked for")
-    model = wan.read_model(ModelSource("somebody/model"))
+    model = wan.read_model(ModelSource("owner/model"))
     fetched = wan.load_denoiser(model, model.experts[0], torch.float32)
     names = [asked for asked in hub.requests if asked.startswith("GET") and asked.endswith(".safetensors")]
     assert len(names) > 1 and all("-of-" in name for name in names)
@@ -110,33 +110,29 @@ def test_a_downloaded_model_gives_the_same_bits_as_its_folder(hub: FakeHub, tiny
     pixels = torch.arange(3 * 32 * 32, dtype=torch.uint8).reshape(1, 3, 32, 32)
     here, there = (
         wan.build_media_encoder(wan.read_model(source), torch.device("cpu")).encode(pixels)["latents"]
-        for source in (tiny_wan, ModelSource("somebody/model"))
+        for source in (tiny_wan, ModelSource("owner/model"))
     )
     assert torch.equal(here, there)
 
 
 def test_offline_a_downloaded_model_is_loaded_without_a_request(hub: FakeHub) -> None:
     wan = load_family(WAN)
-    wan.build_text_encoder(wan.read_model(ModelSource("somebody/model")), torch.device("cpu"), torch.float32)
+    wan.build_text_encoder(wan.read_model(ModelSource("owner/model")), torch.device("cpu"), torch.float32)
     hub.requests.clear()
-    wan.build_text_encoder(
-        wan.read_model(ModelSource("somebody/model", offline=True)), torch.device("cpu"), torch.float32
-    )
+    wan.build_text_encoder(wan.read_model(ModelSource("owner/model", offline=True)), torch.device("cpu"), torch.float32)
     assert not hub.requests
 
 
 def test_offline_a_missing_component_raises_an_error_with_the_model(hub: FakeHub) -> None:
     wan = load_family(WAN)
-    wan.read_model(ModelSource("somebody/model"))
-    model = wan.read_model(ModelSource("somebody/model", offline=True))
-    with pytest.raises(
-        ModelError, match=r"somebody/model .*not complete in the hub's cache, and model.offline is true"
-    ):
+    wan.read_model(ModelSource("owner/model"))
+    model = wan.read_model(ModelSource("owner/model", offline=True))
+    with pytest.raises(ModelError, match=r"owner/model .*not complete in the hub's cache, and model.offline is true"):
         wan.build_media_encoder(model, torch.device("cpu"))
 
 
 def test_offline_a_model_that_is_not_in_the_cache_raises_an_error(hub: FakeHub) -> None:
-    assert "model.offline is true" in read_error(ModelSource("somebody/model", offline=True))
+    assert "model.offline is true" in read_error(ModelSource("owner/model", offline=True))
     assert not hub.requests
 
 
@@ -145,30 +141,30 @@ def test_the_error_of_a_gated_model_names_its_licence_and_the_token(hub: FakeHub
     assert GATED in message and "licence" in message and "HF_TOKEN" in message
 
 
-@pytest.mark.parametrize("name", ["nobody/nothing", "somebody/private"])
+@pytest.mark.parametrize("name", ["missing/nothing", "owner/private"])
 def test_the_error_of_an_unknown_model_mentions_folders_and_private_models(hub: FakeHub, name: str) -> None:
     message = read_error(ModelSource(name))
     assert name in message and "no such folder" in message and "private" in message
 
 
 def test_the_error_of_an_unknown_revision_names_it(hub: FakeHub) -> None:
-    assert "model.revision is 'v9'" in read_error(ModelSource("somebody/model", revision="v9"))
+    assert "model.revision is 'v9'" in read_error(ModelSource("owner/model", revision="v9"))
 
 
 def test_the_error_of_a_rejected_token_names_it(hub: FakeHub) -> None:
-    assert "rejects the token in HF_TOKEN" in read_error(ModelSource("somebody/token"))
+    assert "rejects the token in HF_TOKEN" in read_error(ModelSource("owner/token"))
 
 
 def test_the_error_of_a_failing_server_has_its_status(hub: FakeHub) -> None:
-    assert "with status 500" in read_error(ModelSource("somebody/broken"))
+    assert "with status 500" in read_error(ModelSource("owner/broken"))
 
 
 def test_without_a_network_the_error_comes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     begin = time.monotonic()
-    message = read_error(ModelSource("somebody/model"))
-    assert "cannot be reached" in message and "somebody/model" in message
+    message = read_error(ModelSource("owner/model"))
+    assert "cannot be reached" in message and "owner/model" in message
     assert time.monotonic() - begin < 10
 
 
@@ -177,8 +173,8 @@ def test_a_cache_that_cannot_be_written_raises_an_error_with_the_cause(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "file" / "cache"))
-    assert "somebody/model could not be downloaded into the hub's cache: Not a directory" in read_error(
-        ModelSource("somebody/model")
+    assert "owner/model could not be downloaded into the hub's cache: Not a directory" in read_error(
+        ModelSource("owner/model")
     )
 
 

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
+from supertuner.api.training import training_summary
 from supertuner.tools.quickstart import QuickstartResult, run_quickstart
-from supertuner.tools.training import training_summary
 
 STEPS = 12
 ON_CUDA = ("train.device=cuda", "memory.overflow.enabled=true", "gh200_optimizations.enable_uvm_hints=true")
@@ -35,8 +35,8 @@ def test_it_trains_to_the_end(made: QuickstartResult) -> None:
 
 
 def test_both_experts_are_exported_whole(made: QuickstartResult) -> None:
-    assert [path.stem for path in made.training.exports] == ["quickstart_high_noise", "quickstart_low_noise"]
-    for path in made.training.exports:
+    assert [path.stem for path in made.training.adapters] == ["quickstart_high_noise", "quickstart_low_noise"]
+    for path in made.training.adapters:
         with safe_open(path, framework="pt") as file:
             assert any("lora_A" in name for name in file.keys())  # noqa: SIM118
 
@@ -59,4 +59,4 @@ def test_it_runs_at_its_full_length(tmp_path: Path) -> None:
     made = run_quickstart(tmp_path / "quickstart", [f"arena.home={tmp_path / 'arenas'}", *ON_CUDA])
     assert made.training.steps == 500
     assert len(list((made.training.run_dir / "samples").iterdir())) == 2
-    assert all(path.stat().st_size > 0 for path in made.training.exports)
+    assert all(path.stat().st_size > 0 for path in made.training.adapters)

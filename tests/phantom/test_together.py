@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from supertuner.api.training import train, training_summary
 from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.load import load_config
 from supertuner.core.types import MIB
-from supertuner.tools.training import train, training_summary
 from tests.fakes.fake_libraries import FakeCuda
 from tests.train.runs import config
 
@@ -67,7 +67,7 @@ def test_the_ramp_hints_attention_and_an_asked_validation_live_together(
     windows = [row["window"] for row in losses]
     assert windows[0] == 1 and windows[-1] > 1 and windows == sorted(windows), "the ramp went up"
     assert list((run / "samples").glob("asked/*/grid.png")), "asked for while it ran, and made"
-    assert len(trained.exports) == 2
+    assert len(trained.adapters) == 2
     said = training_summary(trained)
     wanted = {
         "on": "hint applied: read back as requested",

@@ -58,7 +58,7 @@ def test_all_pictures_and_exports_exist(made: QuickstartResult) -> None:
         assert picture is not None
         with Image.open(picture) as opened:
             assert len(np.unique(np.asarray(opened.convert("RGB").reduce(4)).reshape(-1, 3), axis=0)) > 50
-    assert [path.name for path in made.training.exports] == [
+    assert [path.name for path in made.training.adapters] == [
         "quickstart_high_noise.safetensors",
         "quickstart_low_noise.safetensors",
     ]
@@ -76,7 +76,7 @@ def test_the_exported_adapters_load_in_diffusers_and_change_both_experts(made: Q
             return [part(noisy, when, text).sample for part in (pipe.transformer, pipe.transformer_2)]
 
     before = predictions()
-    high, low = made.training.exports
+    high, low = made.training.adapters
     pipe.load_lora_weights(str(high), adapter_name="high")
     pipe.load_lora_weights(str(low), adapter_name="low", load_into_transformer_2=True)
     after = predictions()

@@ -33,7 +33,7 @@ LATE = (
     "supertuner.config.sources.load",
     "supertuner.sinks.training_display",
     "supertuner.sinks.run_folder",
-    "supertuner.tools.training",
+    "supertuner.api.training",
     "tensorboard.summary.writer.event_file_writer",
 )
 """What runs import only when they come to it; imported once here, it is there in all of them."""
@@ -168,7 +168,7 @@ def _serve() -> None:
     import torch
     import transformers  # noqa: F401
 
-    import supertuner.tools.loss_curve
+    import supertuner.runs.loss_curve
     import supertuner.train.export.export
     import supertuner.train.loop
     import supertuner.train.setup  # noqa: F401

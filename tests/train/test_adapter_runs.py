@@ -144,5 +144,7 @@ def test_a_file_that_does_not_fit_ends_the_run_before_encoding(parent: TrainingF
 def test_a_pattern_without_matches_ends_the_run_before_encoding(parent: TrainingForkServer, tmp_path: Path) -> None:
     file = config(tmp_path, "wrong", **{**SHORT, "adapter": {"modules": [{"match": "ffn.*", "rank": 4}]}})
     assert parent.train(file) == 1
-    assert "adapter.modules[0].match is 'ffn.*', which matches no adapted layer of high_noise" in " ".join(parent.output().split())
+    assert "adapter.modules[0].match is 'ffn.*', which matches no adapted layer of high_noise" in " ".join(
+        parent.output().split()
+    )
     assert not (tmp_path / "cache-wrong").exists()

@@ -35,7 +35,9 @@ class ExportedVariable:
 GH200_EXPORTS: Final = (
     ExportedVariable("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1", "residency hints (memory/hints/api.py)"),
     ExportedVariable(
-        "GH200_UVM_OVERSUBSCRIPTION_RATIO", "5.0", "the overflow allocator's hard limit (memory/overflow_allocator/plugin.py)"
+        "GH200_UVM_OVERSUBSCRIPTION_RATIO",
+        "5.0",
+        "the overflow allocator's hard limit (memory/overflow_allocator/plugin.py)",
     ),
     ExportedVariable(
         "GH200_UVM_ACCESS_PATTERN", "gpu_first", "preferred location of the overflow allocator's managed memory"

@@ -23,6 +23,9 @@ from supertuner.core.events import WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
 
+MAPPING_NAME = "settings.json"
+"""The file name under which a run stores a configuration that is a mapping."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
@@ -30,9 +33,9 @@ class LoadedConfig:
 
     config: RunConfig
     file_content: bytes
-    """The bytes of the configuration file; empty without a file."""
+    """The bytes of the configuration file, or the mapping as JSON; empty if there is neither."""
     source_name: str
-    """Name of the file, or "the settings given" without one."""
+    """Name of the file; "settings.json" for a mapping, and "the settings given" without either."""
     origins: dict[str, str]
     """Path of each setting that is not a default → its origin, `run.json: train_batch_size (SimpleTuner)`."""
     notes: tuple[WarningEvent, ...]
@@ -41,6 +44,8 @@ class LoadedConfig:
     """The values as the sources gave them, before they were adapted to this machine."""
     attachments: Mapping[str, bytes] = field(default_factory=dict)
     """Further files that the configuration refers to, by name."""
+    path_problems: tuple[ConfigProblem, ...] = ()
+    """Datasets and models that are not on this machine; always empty if the paths were checked while loading."""
 
     def to_dict(self) -> dict[str, JSON]:
         """The effective settings, with origins and notes, as JSON."""
@@ -56,7 +61,7 @@ class LoadedConfig:
 
 
 def load_config(
-    path: Path | None,
+    source: Path | Mapping[str, JSON] | None,
     *,
     sets: Sequence[str] = (),
     overrides: Mapping[str, JSON] | None = None,
@@ -64,22 +69,23 @@ def load_config(
     check_paths: bool = True,
     host: HostFacts | None = None,
 ) -> LoadedConfig:
-    """Load and check a configuration. Later sources win: environment, file, `sets` (`path=value`), `overrides`.
+    """Load and check a configuration. Later sources win: environment, `source`, `sets` (`path=value`), `overrides`.
 
-    Relative paths in a file are relative to the folder of that file; all others, to the working directory.
-    `check_paths=False` accepts datasets and models that are not on this machine. Raises ConfigError with every problem.
+    `source` is a file, or a mapping with the keys that a file may have. Relative paths in a file are relative to the
+    folder of that file; all others, to the working directory. `check_paths=False` accepts datasets and models that are
+    not on this machine, and lists them in `path_problems`. Raises ConfigError with every problem.
     """
-    content = b"" if path is None else read_bytes(path)
-    source = "the settings given" if path is None else path.name
-    layers = list(_collect_layers(path, content, sets, overrides or {}, environ))
+    source_name, content = _read_source(source)
+    layers = list(_collect_layers(source, content, sets, overrides or {}, environ))
     written_values = merge_layers(layers)
     resolved_values = resolve.resolve_paths(written_values)
     config, found_problems = _validate(resolved_values)
     found_problems = [*(problem for layer in layers for problem in layer.problems), *found_problems]
+    path_problems = tuple(dict.fromkeys(resolve.missing_paths(written_values, resolved_values)))
     if check_paths:
-        found_problems += resolve.missing_paths(written_values, resolved_values)
+        found_problems, path_problems = [*found_problems, *path_problems], ()
     if found_problems or config is None:
-        raise ConfigError(source, list(dict.fromkeys(found_problems)))
+        raise ConfigError(source_name, list(dict.fromkeys(found_problems)))
     config, host_warnings, changes = resolve.resolve_for_host(config, host or HostFacts())
     notes = [
         *(warning for layer in layers for warning in layer.warnings),
@@ -95,11 +101,27 @@ def load_config(
         setting = key_paths.format_path(key_path)
         origins[setting] = f"{origins.get(setting, 'default')} ({change})"
     attachments = {name: data for layer in layers for name, data in layer.attachments.items()}
-    return LoadedConfig(config, content, source, origins, tuple(dict.fromkeys(notes)), resolved_values, attachments)
+    return LoadedConfig(
+        config, content, source_name, origins, tuple(dict.fromkeys(notes)), resolved_values, attachments, path_problems
+    )
+
+
+def _read_source(source: Path | Mapping[str, JSON] | None) -> tuple[str, bytes]:
+    """The name and the content of a source. Raises ConfigError if a file cannot be read, or a mapping is not JSON."""
+    if source is None:
+        return "the settings given", b""
+    if isinstance(source, Path):
+        return source.name, read_bytes(source)
+    plain = _to_plain_json(source)
+    try:
+        check_plain_values(plain)
+    except ConfigSyntaxError as error:
+        raise ConfigError(MAPPING_NAME, [ConfigProblem(error.path, str(error))]) from None
+    return MAPPING_NAME, json.dumps(plain, indent=2, ensure_ascii=False).encode()
 
 
 def _collect_layers(
-    path: Path | None,
+    source: Path | Mapping[str, JSON] | None,
     content: bytes,
     sets: Sequence[str],
     overrides: Mapping[str, JSON],
@@ -109,8 +131,9 @@ def _collect_layers(
     yield from environment.environment_layers(
         environment.current_environment() if environ is None else environ, working_folder
     )
-    if path is not None:
-        yield _file_layer(path.absolute(), content)
+    if source is not None:
+        path = source.absolute() if isinstance(source, Path) else working_folder / MAPPING_NAME
+        yield _file_layer(path, content)
     for text in sets:
         yield _set_layer(text, working_folder)
     for name, value in overrides.items():

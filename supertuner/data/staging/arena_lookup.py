@@ -10,6 +10,8 @@ from supertuner.arena.arena_info import ArenaInfo
 from supertuner.arena.home import ArenaHome, default_home
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.config.settings.run_config import RunConfig
+from supertuner.config.sources.load import LoadedConfig
+from supertuner.core.errors import ConfigError
 from supertuner.data.staging.fingerprint import STAGED_VERSION, origin_digest
 
 
@@ -46,6 +48,16 @@ def find_staged_arena(home: Path, dataset: DatasetSettings) -> ArenaInfo | None:
         if arena.state == "sealed" and expected_meta.items() <= dict(arena.meta or {}).items()
     ]
     return max(candidates, key=lambda arena: arena.created or 0.0, default=None)
+
+
+def require_paths(loaded: LoadedConfig) -> None:
+    """Raise ConfigError if a folder of the configuration is missing, unless an arena holds a dataset whose source is
+    gone."""
+    config = loaded.config
+    if loaded.path_problems and not any(
+        find_staged_arena(dataset_home_path(dataset, config), dataset) is not None for dataset in config.datasets
+    ):
+        raise ConfigError(loaded.source_name, loaded.path_problems)
 
 
 def find_older_versions(arenas: Sequence[ArenaInfo], dataset: DatasetSettings, name: str) -> list[ArenaInfo]:

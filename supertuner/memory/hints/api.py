@@ -338,6 +338,17 @@ def _disabled_outcome() -> HintOutcome | None:
     return HintOutcome(status, f"hints are off: {decision.reason}")
 
 
+def requested_hints() -> ResidencyHints | HintOutcome:
+    """The hints of this process for callers whose call is itself the request, or the outcome of every hint if the
+    configuration or the override turned hints off, or the machine does not support them."""
+    decision = hints_enabled()
+    if decision.asked is False:
+        return HintOutcome(HintStatus.NO_EFFECT, f"hints are off: {decision.reason}")
+    hints, support = _process_hints(), _process.support
+    assert support is not None
+    return hints if support.supported else HintOutcome(HintStatus.UNSUPPORTED, support.reason)
+
+
 def _process_hints() -> ResidencyHints:
     """The hints of this process, opened at first use."""
     if _process.hints is None or _process.support is None:

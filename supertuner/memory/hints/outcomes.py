@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from supertuner.core.types import JSON
 from supertuner.memory.driver import AddressRange
 
 
@@ -49,6 +50,12 @@ class HintOutcome:
     def accepted(self) -> bool:
         """Whether the driver accepted the hint."""
         return self.status in (HintStatus.APPLIED, HintStatus.UNVERIFIED)
+
+    def to_dict(self) -> dict[str, JSON]:
+        """The outcome as JSON values; ranges as [address, bytes]."""
+        requested = None if self.requested is None else [self.requested.address, self.requested.nbytes]
+        applied_to = [[span.address, span.nbytes] for span in self.applied_to]
+        return {"status": self.status.value, "reason": self.reason, "requested": requested, "applied_to": applied_to}
 
 
 OutcomeCounts: TypeAlias = Counter[tuple[HintStatus, str]]
@@ -100,6 +107,12 @@ class BatchHintSummary:
     def reason(self) -> str:
         """The most frequent reason of that status."""
         return self.rows[0][1] if self.rows else "the batch has no tensors"
+
+    def to_dict(self) -> dict[str, JSON]:
+        """The rows as JSON values."""
+        return {
+            "rows": [{"status": status.value, "reason": reason, "count": count} for status, reason, count in self.rows]
+        }
 
 
 class HintTally:

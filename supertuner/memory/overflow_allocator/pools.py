@@ -23,8 +23,24 @@ from supertuner.core.types import JSON, MIB, bytes_text
 from supertuner.memory.driver import HOST, Driver, DriverError, NotAvailable
 from supertuner.memory.overflow_allocator import reclaim as reclaiming
 from supertuner.memory.overflow_allocator import routing
-from supertuner.memory.overflow_allocator.admission import SETTINGS_KEY, HostCapacity, overflow_limits, settings_warning, torch_allocator_facts, unavailable_reason, with_device_index
-from supertuner.memory.overflow_allocator.plugin import FREE_SYMBOL, AccessPattern, OverflowLimits, OverflowPlugin, OverflowStats, alloc_symbol, find_plugin
+from supertuner.memory.overflow_allocator.admission import (
+    SETTINGS_KEY,
+    HostCapacity,
+    overflow_limits,
+    settings_warning,
+    torch_allocator_facts,
+    unavailable_reason,
+    with_device_index,
+)
+from supertuner.memory.overflow_allocator.plugin import (
+    FREE_SYMBOL,
+    AccessPattern,
+    OverflowLimits,
+    OverflowPlugin,
+    OverflowStats,
+    alloc_symbol,
+    find_plugin,
+)
 from supertuner.memory.overflow_allocator.routing import AllocationRoute, ProcessWideRoute, ThreadLocalRoute
 from supertuner.memory.probe import host_available_bytes
 

@@ -52,8 +52,7 @@ def overflow(
     from supertuner.memory.overflow_allocator.pools import open_overflow_pools
     from supertuner.memory.probe import probe_machine
 
-    if limit_gib is not None and limit_gib <= 0:
-        raise MemoryEngineError(f"memory.overflow: limit_gib is {limit_gib:g}; it must be above 0")
+    _require_sensible_limits(limit_gib, host_floor_gib, oversubscription_ratio)
     host, driver = HostFacts(), open_cuda()
     facts = probe_machine(host, driver, open_nvml())
     number = device if isinstance(device, int) else device.index or 0
@@ -67,3 +66,15 @@ def overflow(
     )
     with open_overflow_pools(settings, facts, host, sink or NullSink(), driver=driver, device=device) as pools:
         yield pools
+
+
+def _require_sensible_limits(limit_gib: float | None, host_floor_gib: float | None, ratio: float) -> None:
+    problems = {
+        f"limit_gib is {limit_gib}; it must be above 0": limit_gib is not None and limit_gib <= 0,
+        f"host_floor_gib is {host_floor_gib}; it must not be negative": host_floor_gib is not None
+        and host_floor_gib < 0,
+        f"oversubscription_ratio is {ratio}; it must be between 1 and 100": not 1 <= ratio <= 100,
+    }
+    for problem, present in problems.items():
+        if present:
+            raise MemoryEngineError(f"memory.overflow: {problem}")

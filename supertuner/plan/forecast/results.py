@@ -6,11 +6,9 @@ figures of a table of machines. An unknown value is None, and a total that lacks
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from supertuner.core.types import JSON, bytes_text
 from supertuner.memory.machines import MachineSpec
@@ -247,7 +245,7 @@ class RunForecast:
             "timing": None if timing is None else asdict(timing),
             "total_s": None if timing is None else timing.paces[0].total_s,
             "why_no_timing": self.why_no_timing,
-            "plans": {phase: _without_infinities(asdict(plan)) for phase, plan in self.plans.items()},
+            "plans": {phase: plan.to_dict() for phase, plan in self.plans.items()},
             "changes": [asdict(one) for one in self.changes],
             "notes": list(self.notes),
         }
@@ -282,15 +280,6 @@ def _severity(verdict: FitVerdict) -> tuple[int, float]:
         verdict.fit, 2 if verdict.where != "host memory" else 0
     )
     return rank, verdict.need_bytes / max(1, verdict.have_bytes or 1)
-
-
-def _without_infinities(value: Any) -> Any:
-    """JSON has no infinity: the time of a plan that does not fit becomes None."""
-    if isinstance(value, dict):
-        return {name: _without_infinities(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_infinities(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ── one line ─────────────────────────────────────────────────────────────────────────────────────────────────────────

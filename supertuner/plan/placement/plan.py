@@ -6,8 +6,12 @@ A plan changes the time and the memory of a step, never its values: every plan c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
+
+from supertuner.core.types import JSON
 
 
 class WeightPlacement(StrEnum):
@@ -85,3 +89,16 @@ class MemoryPlan:
             and self.stepping is OptimizerPlacement.GPU
             and all(b.weights is WeightPlacement.GPU and b.activations is ActivationPolicy.KEEP for b in self.blocks)
         )
+
+    def to_dict(self) -> dict[str, JSON]:
+        """Everything as JSON values. JSON has no infinity: the time of a plan that does not fit is None."""
+        plan: dict[str, JSON] = _without_infinities(asdict(self))
+        return plan
+
+
+def _without_infinities(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_infinities(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinities(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -54,8 +54,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_measured_training(request: MeasurementRequest) -> None:
-    from supertuner.tools.session import load_command_config, open_session
-    from supertuner.tools.training import train_in_session
+    from supertuner.api.session import load_command_config, open_session
+    from supertuner.api.training import train_in_session
 
     out = Path(request.out)
     with ExitStack() as stack:

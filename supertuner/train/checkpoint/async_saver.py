@@ -42,6 +42,8 @@ SHARED_SAVE_TIMEOUT_S = 5.0
 
 SaveCallback: TypeAlias = Callable[[Path | None, str], None]
 """Called once, with the checkpoint's path, or with None and the reason. Possibly by the writer thread."""
+SavedCallback: TypeAlias = Callable[[int, Path], None]
+"""Called by the training thread for each checkpoint that is on disk, with its step and path."""
 
 
 @dataclass(eq=False, slots=True)
@@ -134,8 +136,9 @@ class CheckpointSaver:
     Otherwise rank 0 saves everything, and the other ranks do nothing here.
     """
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: TrainingRun, on_saved: SavedCallback | None = None) -> None:
         self._run = run
+        self._on_saved = on_saved
         self._sharded = any(trained.shards is not None for trained in run.trainable_experts.values())
         self._writes = self._sharded or run.process_group.rank == 0
         self._session_id = _broadcast_session_id(run) if self._sharded else ""
@@ -327,6 +330,8 @@ class CheckpointSaver:
             self._run.context.sink.emit(event)
         if error is None:
             self._run.context.sink.emit(NoteEvent("checkpoint", f"saved step {self._last_job.step}: {future.result()}"))
+            if self._on_saved is not None:
+                self._on_saved(self._last_job.step, future.result())
         elif self._last_job.required or not isinstance(error, CheckpointError):
             raise error
         else:

@@ -18,8 +18,21 @@ from supertuner.core.types import GIB, MIB
 from supertuner.memory.driver import AddressRange, DeviceProperties, MemoryKind, NotAvailable
 from supertuner.memory.overflow_allocator import plugin as overflow
 from supertuner.memory.overflow_allocator import pools
-from supertuner.memory.overflow_allocator.admission import HostCapacity, TorchAllocatorFacts, overflow_limits, settings_warning, unavailable_reason
-from supertuner.memory.overflow_allocator.reclaim import PoolSegment, PoolState, free_managed_ranges, hard_reclaim_reason, light_reclaim_reason, plugin_segments
+from supertuner.memory.overflow_allocator.admission import (
+    HostCapacity,
+    TorchAllocatorFacts,
+    overflow_limits,
+    settings_warning,
+    unavailable_reason,
+)
+from supertuner.memory.overflow_allocator.reclaim import (
+    PoolSegment,
+    PoolState,
+    free_managed_ranges,
+    hard_reclaim_reason,
+    light_reclaim_reason,
+    plugin_segments,
+)
 from supertuner.memory.overflow_allocator.routing import process_wide_problem
 from supertuner.memory.probe import probe_machine
 from tests.memory.machine_files import GB10, GH200, H100, FakeProbeDriver, folder_host, gb10_files, gh200_files, meminfo

@@ -36,7 +36,7 @@ def test_metadata_decide_the_family_of_layers_that_families_share(tmp_path: Path
     layer = "transformer.transformer_blocks.0.attn.to_q"
     tensors = {f"{layer}.lora_A.weight": random_tensor(RANK, 24), f"{layer}.lora_B.weight": random_tensor(24, RANK)}
     save_file(tensors, path)
-    with pytest.raises(ModelError, match=r"a\.safetensors: the layers of this adapter exist in flux and .* with --family"):
+    with pytest.raises(ModelError, match=r"a\.safetensors: the layers .* exist in flux and .* with --family"):
         export_adapter(open_adapter(path), "comfyui", out)
     for family in ("qwen-image", "qwen-image-edit"):
         save_file(tensors, path, {"supertuner": json.dumps({"family": family})})

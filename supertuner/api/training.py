@@ -1,19 +1,23 @@
-"""Runs a training from its configuration to its exported files, and summarizes the result."""
+"""Trains a run from its configuration to its exported files, and summarizes the result."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from supertuner.api.callbacks import CallbackSink, TrainingCallback
+from supertuner.api.session import RunSession, open_session
 from supertuner.config.sources.environment import current_environment
 from supertuner.config.sources.launcher import read_launcher_environment
 from supertuner.config.sources.load import LoadedConfig
 from supertuner.core.durable import write_json
 from supertuner.core.events import NoteEvent, Sink, TeeSink
 from supertuner.core.types import JSON
-from supertuner.tools.session import RunSession, open_session
+from supertuner.data.staging.arena_lookup import require_paths
+from supertuner.runs.loss_files import LOSSES_FILE, read_losses
+from supertuner.sinks.training_events import StepRecord
 
 LOSS_CURVE_FILE = "loss_curve.png"
 FORECAST_FILE = "forecast.json"
@@ -29,26 +33,72 @@ class TrainingResult:
     samples: int
     seconds: float
     stopped_by: str | None
-    """The signal that stopped it early; None if it ran to its end."""
-    exports: tuple[Path, ...]
+    """The signal that stopped it early, or "callback"; None if it ran to its end."""
+    adapters: tuple[Path, ...]
+    """The exported files, one per expert; folders of whole experts after a full fine-tuning. Empty if a signal stopped
+    the run."""
     loss_curve: Path | None
     memory_lines: tuple[str, ...]
     """Summary of memory, one line each: hints by outcome, overflowed bytes."""
     hint_counts: Mapping[str, int] = field(default_factory=dict)
     """Residency hints of this session by outcome."""
 
+    @property
+    def losses(self) -> list[StepRecord]:
+        """The steps of the whole run, earlier sessions included, read from its `losses.jsonl`."""
+        return read_losses(self.run_dir / LOSSES_FILE)
 
-def train(loaded: LoadedConfig, *, resume: str | None = None, force: bool = False) -> TrainingResult:
-    """Train as configured, and resume from the run's last checkpoint if it has one.
+    def to_dict(self) -> dict[str, JSON]:
+        """Everything but the losses as JSON values."""
+        return {
+            "run_dir": str(self.run_dir),
+            "steps": self.steps,
+            "samples": self.samples,
+            "seconds": self.seconds,
+            "stopped_by": self.stopped_by,
+            "adapters": [str(path) for path in self.adapters],
+            "loss_curve": None if self.loss_curve is None else str(self.loss_curve),
+            "memory": list(self.memory_lines),
+            "hints": dict(self.hint_counts),
+        }
 
-    `resume` overrides `checkpoints.resume`; `force` trains even if the forecast says that it cannot fit into memory.
+
+def train(
+    config: LoadedConfig,
+    *,
+    callbacks: Sequence[TrainingCallback] = (),
+    resume: str | None = None,
+    force: bool = False,
+    show_progress: bool = True,
+) -> TrainingResult:
+    """Train as configured: stage and cache the data, train, validate, save checkpoints, and export.
+
+    A run that has a checkpoint is resumed from its last one; the result is bit for bit that of an uninterrupted run.
+    Ctrl-C and SIGTERM save a checkpoint and stop after the current window if this is called from the main thread.
+
+    Args:
+        config: The configuration, from `load_config`.
+        callbacks: They see steps, validations and checkpoints, and may stop the run.
+        resume: Overrides `checkpoints.resume`: "latest", "never", or the path of a checkpoint.
+        force: Train even if the forecast says that the run does not fit into memory.
+        show_progress: Show progress, decisions and warnings on the console.
+
+    Raises:
+        SuperTunerError: An error of its tree: ConfigError, SourceError, ModelError, TrainError and others.
     """
-    with open_session(loaded, read_launcher_environment(current_environment())) as run_session:
-        return train_in_session(run_session, resume=resume, force=force)
+    require_paths(config)
+    launcher = read_launcher_environment(current_environment())
+    with open_session(config, launcher, show_progress=show_progress) as run_session:
+        return train_in_session(run_session, callbacks=callbacks, resume=resume, force=force)
 
 
 def train_in_session(
-    run_session: RunSession, *, resume: str | None = None, force: bool = False, extra_sink: Sink | None = None
+    run_session: RunSession,
+    *,
+    callbacks: Sequence[TrainingCallback] = (),
+    resume: str | None = None,
+    force: bool = False,
+    extra_sink: Sink | None = None,
 ) -> TrainingResult:
     """Like `train`, in an open session. `extra_sink` receives every event, including those of single steps."""
     with run_session.console.phase("loading libraries"):
@@ -58,9 +108,9 @@ def train_in_session(
         from supertuner.distributed.torch_process_group import open_process_group
         from supertuner.distributed.watchdog.heartbeat import Heartbeat, HeartbeatProgress, HeartbeatSink
         from supertuner.plan.forecast.preflight import preflight_check
-        from supertuner.runs.loss_files import LOSSES_FILE
-        from supertuner.tools.loss_curve import draw_curve
+        from supertuner.runs.loss_curve import draw_curve
         from supertuner.train.export.export import export
+        from supertuner.train.loop import STOPPED_BY_CALLBACK
         from supertuner.train.loop import train as run_loop
         from supertuner.train.run_checks import select_device
         from supertuner.train.setup import open_run
@@ -89,13 +139,15 @@ def train_in_session(
             write_json(run_dir / FORECAST_FILE, run_model.forecast.to_dict())
         planning = None if run_model is None else run_model.planner
         reports = open_report_sinks(run_session, stack)
-        sink = HeartbeatSink(reports if extra_sink is None else TeeSink(reports, extra_sink), pulse)
+        callback_sink = CallbackSink(callbacks)
+        observers = [callback_sink] if extra_sink is None else [extra_sink, callback_sink]
+        sink = HeartbeatSink(TeeSink(reports, *observers), pulse)
         context = RunContext(run_dir, sink, progress, run_session.host)
         run = stack.enter_context(
             open_run(config, context, resume=resume, process_group=process_group, planner=planning)
         )
-        ending = run_loop(run)
-        exports = () if ending.stopped_by else tuple(export(run))
+        ending = run_loop(run, should_stop=callback_sink.should_stop, on_saved=callback_sink.checkpoint_saved)
+        adapters = tuple(export(run)) if ending.stopped_by in (None, STOPPED_BY_CALLBACK) else ()
         curve = None
         # The loss log is empty if the run was complete before this session.
         if run_session.launcher.is_main_process and (run_dir / LOSSES_FILE).stat().st_size:
@@ -103,7 +155,7 @@ def train_in_session(
         memory = tuple(run.memory.summary_lines())
         hints = run.memory.hint_tally.by_status()
         return TrainingResult(
-            run_dir, run.step, run.samples_consumed, ending.seconds, ending.stopped_by, exports, curve, memory, hints
+            run_dir, run.step, run.samples_consumed, ending.seconds, ending.stopped_by, adapters, curve, memory, hints
         )
 
 
@@ -144,7 +196,7 @@ def training_summary(result: TrainingResult) -> str:
     if (run_dir / "samples").is_dir():
         lines.append(f"  samples      {run_dir / 'samples'}")
     lines.append(f"  checkpoints  {run_dir / 'checkpoints'}")
-    lines += [f"  exported     {path}" for path in result.exports]
+    lines += [f"  exported     {path}" for path in result.adapters]
     lines += [f"  memory       {line}" for line in result.memory_lines]
     if result.stopped_by:
         lines.append("the same command resumes from here")

@@ -1,9 +1,9 @@
-"""The session of a command that works on a configuration: the locked run folder, the console and the event sinks."""
+"""The session of a run or command that works on a configuration: the locked run folder, the console and the sinks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from supertuner.config.sources.load import LoadedConfig, load_config
 from supertuner.core.errors import ConfigError, SourceError
 from supertuner.core.events import DecisionEvent, NoteEvent, NullSink, Sink, TeeSink
 from supertuner.core.host import HostFacts
-from supertuner.data.staging.arena_lookup import dataset_home_path, find_staged_arena
+from supertuner.data.staging.arena_lookup import require_paths
 from supertuner.sinks.console import ConsoleSink
 from supertuner.sinks.run_folder import RunFolder
 from supertuner.sinks.saved_config import SavedConfig
@@ -67,21 +67,18 @@ def load_command_config(
         name_suffixes = [*([f"limit-{limit}"] if limit is not None else []), *(["strict"] if strict else [])]
         all_sets.append("run.name=" + "-".join([config.run.name, *name_suffixes]))
     loaded = load_config(path, sets=all_sets, check_paths=False)
-    config = loaded.config
-    any_staged_earlier = any(
-        find_staged_arena(dataset_home_path(dataset, config), dataset) is not None for dataset in config.datasets
-    )
-    return loaded if any_staged_earlier else load_config(path, sets=all_sets)
+    require_paths(loaded)
+    return loaded
 
 
 @contextmanager
 def open_session(
-    loaded: LoadedConfig, launcher: LauncherEnvironment = SINGLE_PROCESS_ENVIRONMENT
+    loaded: LoadedConfig, launcher: LauncherEnvironment = SINGLE_PROCESS_ENVIRONMENT, *, show_progress: bool = True
 ) -> Iterator[RunSession]:
     """Lock the run's folder, save the configuration in it, and emit the notes of the configuration loader.
 
-    In a job of several processes only the first one does so; the others get a session that emits nothing. Raises
-    SourceError if the configuration has no dataset.
+    In a job of several processes only the first one does so; the others get a session that emits nothing. With
+    `show_progress` false nothing is written to the console. Raises SourceError if the configuration has no dataset.
     """
     config = loaded.config
     if not config.datasets:
@@ -92,7 +89,10 @@ def open_session(
     if not launcher.is_main_process:
         yield RunSession(config, config.run.output_dir / name, None, NullSink(), NullSink(), HostFacts(), launcher)
         return
-    with ConsoleSink() as console, RunFolder(config.run.output_dir / name, name, saved_config) as folder:
+    with (
+        ConsoleSink() if show_progress else nullcontext(NullSink()) as console,
+        RunFolder(config.run.output_dir / name, name, saved_config) as folder,
+    ):
         sink = TeeSink(console, folder)
         folder.emit_all(loaded.notes)
         for note in loaded.notes:

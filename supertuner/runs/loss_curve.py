@@ -19,8 +19,8 @@ from supertuner.core.durable import write_bytes
 from supertuner.core.errors import RunFolderError
 from supertuner.runs.loss_files import HELD_OUT_FILE, HeldOutRecord, read_held_out_losses, read_losses
 from supertuner.sinks.drawing import CARD, INK, MUTED, drawable_text
+from supertuner.sinks.plot_style import FAINT_RULE, FONT, add_axes, add_text, figure_png, new_figure, points
 from supertuner.sinks.training_events import StepRecord
-from supertuner.tools.plot_style import FAINT_RULE, FONT, add_axes, add_text, figure_png, new_figure, points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

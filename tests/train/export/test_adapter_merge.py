@@ -15,8 +15,8 @@ from supertuner.models.adapters.attach import attach, export_tensors, load_train
 from supertuner.models.adapters.merge import _merge_with_lycoris, merged_weight
 from supertuner.models.families.tiny_pipelines import build_pipeline
 from supertuner.models.families.wan22.tiny import TinyWan
-from supertuner.tools.adapter_merge import merge_adapters
 from supertuner.train.export.adapter_files import open_adapter, with_expert
+from supertuner.train.export.adapter_merge import merge_adapters
 from tests.models.adapters.modules import random_tensor, wan_output
 
 TARGETS = ("to_q", "ffn.net.2", "patch_embedding")

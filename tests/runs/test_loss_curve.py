@@ -11,9 +11,7 @@ import pytest
 from PIL import Image
 
 from supertuner.core.errors import RunFolderError
-from supertuner.runs.loss_files import encode_step, read_held_out_losses
-from supertuner.sinks.training_events import StepRecord
-from supertuner.tools.loss_curve import (
+from supertuner.runs.loss_curve import (
     COLOURS,
     HEIGHT,
     TOP,
@@ -24,6 +22,8 @@ from supertuner.tools.loss_curve import (
     render_curve,
     smooth_losses,
 )
+from supertuner.runs.loss_files import encode_step, read_held_out_losses
+from supertuner.sinks.training_events import StepRecord
 
 
 def a_log(folder: Path, losses: list[float | None], experts: tuple[str, ...] = ("model",)) -> Path:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from supertuner.api.session import load_command_config, open_session
 from supertuner.core.errors import ConfigError, RunFolderError, SourceError
 from supertuner.tools.sample_data import make_sample_data
-from supertuner.tools.session import load_command_config, open_session
 from supertuner.tools.staging import stage_all_datasets
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from supertuner.api.session import build_saved_config
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import RunFolderError
 from supertuner.sinks.run_folder import RESOLVED_CONFIG_FILE, RUN_FILE, RunFolder
-from supertuner.tools.session import build_saved_config
 from tests.distributed.ranks import run_launched
 from tests.distributed.runs import STEPS, a_run, run_folder, train
 
