@@ -98,8 +98,8 @@ class Marks:
 
     def _mark(self, ring: Any, number: int, during: str) -> None:
         address = nbytes = 0
-        if number in ring.streamed and number in ring._held:
-            slot = ring._slots[ring._held[number].slot]
+        if number in ring.streamed and number in ring._contents:
+            slot = ring._slots[ring._contents[number].slot]
             address, nbytes = slot.data_ptr(), ring.streamed[number].nbytes
         os.write(self._file, f"use {number} {during} {address:#x} {nbytes}\n".encode())
 

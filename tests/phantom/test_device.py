@@ -89,4 +89,4 @@ except TrainError as error:
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("torch refuses its allocator settings: Unrecognized key 'no_such_key'")
-    assert done.stdout.strip().endswith("Mend PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF")
+    assert done.stdout.strip().endswith("Correct PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF")
