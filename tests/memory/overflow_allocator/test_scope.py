@@ -1,4 +1,4 @@
-"""`memory.overflow()` refuses, with the reason, wherever overflow is impossible; tests/phantom uses it on a GPU."""
+"""`memory.overflow()` refuses, with the reason, wherever overflow is impossible."""
 
 from __future__ import annotations
 
