@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from supertuner.config.families import expert_names
 from supertuner.core.errors import ModelError
 from supertuner.core.types import JSON
 from supertuner.models.adapters.keys_schemes import KEY_SCHEMES, KeyScheme
 from supertuner.train.export.adapter_files import (
-    EXPERT_BY_SUFFIX,
     AdapterFile,
     convert_adapter,
     load_adapter_tensors,
@@ -190,8 +190,8 @@ def open_adapter_file(
 ) -> AdapterFile:
     """Open an adapter file by its header, with its expert set. Raises ModelError if it is damaged, a part of a
     checkpoint, or has unknown keys and `partial` is false."""
-    if expert is not None and expert not in EXPERT_BY_SUFFIX.values():
-        raise ModelError(f"--expert is {expert!r}; known experts: {', '.join(EXPERT_BY_SUFFIX.values())}")
+    if expert is not None and expert not in expert_names():
+        raise ModelError(f"--expert is {expert!r}; known experts: {', '.join(expert_names())}")
     file_path = Path(path)
     refuse_checkpoint_part(file_path)
     file = open_adapter(file_path, family)

@@ -1,4 +1,4 @@
-"""The table of model families. A new family is one folder in `families/` and its lines here."""
+"""Imports model families by their names in the table `config.families`."""
 
 from __future__ import annotations
 
@@ -7,26 +7,12 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Final
 
+from supertuner.config.families import FAMILIES
 from supertuner.core.errors import ModelError
 from supertuner.models.spec import Family
 
-FAMILY_MODULES: Final[Mapping[str, str]] = {
-    "flux": "supertuner.models.families.flux.family:FAMILY",
-    "qwen-image": "supertuner.models.families.qwen_image.family:FAMILY",
-    "qwen-image-edit": "supertuner.models.families.qwen_image_edit.family:FAMILY",
-    "sd3.5": "supertuner.models.families.sd35.family:FAMILY",
-    "sdxl": "supertuner.models.families.sdxl.family:FAMILY",
-    "wan2.2": "supertuner.models.families.wan22.family:FAMILY",
-}
-
 FAMILY_BY_PIPELINE: Final[Mapping[str, str]] = {
-    "FluxPipeline": "flux",
-    "QwenImageEditPipeline": "qwen-image-edit",
-    "QwenImagePipeline": "qwen-image",
-    "StableDiffusion3Pipeline": "sd3.5",
-    "StableDiffusionXLPipeline": "sdxl",
-    "WanImageToVideoPipeline": "wan2.2",
-    "WanPipeline": "wan2.2",
+    pipeline: name for name, record in FAMILIES.items() for pipeline in record.pipelines
 }
 """Class name of a diffusers pipeline → family."""
 
@@ -34,14 +20,13 @@ FAMILY_BY_PIPELINE: Final[Mapping[str, str]] = {
 def load_family(name: str | None) -> Family:
     """The family with this name. Imports its libraries. Raises ModelError with the known names if there is none."""
     if name is None:
-        raise ModelError(f"model.family is not set; set it to one of {', '.join(FAMILY_MODULES)}")
-    if name not in FAMILY_MODULES:
-        raise ModelError(f"model.family is {name!r}; set it to one of {', '.join(FAMILY_MODULES)}")
-    module, attribute = FAMILY_MODULES[name].split(":")
+        raise ModelError(f"model.family is not set; set it to one of {', '.join(FAMILIES)}")
+    if name not in FAMILIES:
+        raise ModelError(f"model.family is {name!r}; set it to one of {', '.join(FAMILIES)}")
     disabled_level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # on import, the libraries log which of their optional dependencies are missing
     try:
-        loaded = getattr(import_module(module), attribute)
+        loaded = import_module(f"{FAMILIES[name].package}.family").FAMILY
     finally:
         logging.disable(disabled_level)
     assert isinstance(loaded, Family)

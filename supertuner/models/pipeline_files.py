@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from supertuner.config.families import expert_names
 from supertuner.core.errors import ModelError
 from supertuner.models import hub
 from supertuner.models.family_registry import FAMILY_BY_PIPELINE
@@ -202,7 +203,7 @@ def _require_family(source: ModelSource, pipeline_class: str, family: str) -> No
 def _layout_problem(folder: Path) -> str:
     if (folder / "config.json").is_file():
         return "it is one component of a pipeline; use the folder above it"
-    if any((folder / name).is_dir() for name in ("high_noise_model", "low_noise_model")):
+    if any((folder / name).is_dir() for name in map("{}_model".format, expert_names())):
         return "it has the layout of the original release; use the repository whose name ends in -Diffusers"
     return "it is not the folder of a diffusers pipeline"
 

@@ -8,15 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from supertuner.config.families import expert_names
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import ModelError
+from supertuner.models.adapters.family_layers import FAMILY_LAYERS, family_layers
 from supertuner.models.adapters.keys import AdapterTensorName, format_key
 from supertuner.models.adapters.keys_convert import adapter_layers
-from supertuner.models.adapters.keys_modules import FAMILY_LAYERS, layer_table_family
-from supertuner.models.adapters.keys_schemes import COMFYUI_SCHEMES, KEY_SCHEMES, KEY_STYLES, KeyScheme
+from supertuner.models.adapters.keys_modules import fill_numbers
+from supertuner.models.adapters.keys_schemes import KEY_SCHEMES, KeyScheme
 from supertuner.tools.adapter_inspect import adapter_kind, has_dora
 from supertuner.train.export.adapter_files import (
-    EXPERT_BY_SUFFIX,
     AdapterFile,
     convert_adapter,
     publish_file,
@@ -46,7 +47,7 @@ def export_adapter(
             )
     else:
         family = family or file.family
-        scheme = KEY_SCHEMES[COMFYUI_SCHEMES[layer_table_family(family)]]
+        scheme = KEY_SCHEMES[family_layers(family).comfyui_scheme]
         if has_dora(file.reading):  # ComfyUI reads `dora_scale` and ignores peft's name for it
             scheme = replace(scheme, spelling="kohya")
     experts = file.reading.experts
@@ -107,18 +108,18 @@ def _publish_files(paths: Sequence[Path], overwrite: bool) -> None:
 
 def example_key(scheme: KeyScheme) -> str:
     """An example of a key in this scheme."""
-    expert = list(KEY_STYLES[scheme.style].prefixes)[-1]
-    return format_key(
-        AdapterTensorName(expert, "blocks.0.attn1.to_q", "lora_A"), scheme, FAMILY_LAYERS["wan2.2"].family
-    )
+    layout = next(iter(FAMILY_LAYERS.values()))
+    row = next(row for row in layout.original_names if row.endswith(".to_q"))
+    expert = list(layout.experts)[-1] if scheme.marks_experts else None
+    return format_key(AdapterTensorName(expert, fill_numbers(row, ("0",)), "lora_A"), scheme, layout.family)
 
 
 def _output_path(source: Path, out: Path | None, program: str, expert: str | None, experts: int) -> Path:
     if out is not None and experts == 1:
         return out
     base = source.stem if out is None else out.stem
-    for end in EXPERT_BY_SUFFIX:
-        base = base.removesuffix(end)
+    for name in expert_names():
+        base = base.removesuffix(f"_{name}")
     stem = f"{base}_{expert}" if expert is not None else base
     folder = source.parent if out is None else out.parent
     return folder / (f"{stem}.{program}.safetensors" if out is None else f"{stem}.safetensors")

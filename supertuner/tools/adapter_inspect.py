@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from supertuner.core.errors import ModelError
+from supertuner.models.adapters.family_layers import FAMILY_LAYERS
 from supertuner.models.adapters.keys import AdapterKeyReading, read_keys
 from supertuner.models.adapters.keys_convert import AdapterLayer, Shape, adapter_layers, lora_scale
-from supertuner.models.adapters.keys_schemes import ALPHA, DORA_SCALE, LORA_A, LORA_B, comfyui_reads
+from supertuner.models.adapters.keys_schemes import ALPHA, DORA_SCALE, LORA_A, LORA_B
 from supertuner.train.export.adapter_files import AdapterFile, iter_tensors, read_alphas
 
 if TYPE_CHECKING:
@@ -153,7 +154,10 @@ def inspection_record(file: AdapterFile, inspection: AdapterInspection) -> dict[
         "norm": math.sqrt(sum(norm * norm for norm in inspection.norms.values())) if inspection.norms else None,
         "largest": dict(largest),
         "not_finite": list(inspection.not_finite),
-        "comfyui": {family: comfyui_reads(family, reading.scheme, has_dora(reading)) for family in reading.families},
+        "comfyui": {
+            family: FAMILY_LAYERS[family].comfyui_loads(reading.scheme, has_dora(reading))
+            for family in reading.families
+        },
         "base_model": _base_model(file),
         "metadata": {key: _parse_metadata_value(text) for key, text in sorted(file.metadata.items())},
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from supertuner.config.settings.model import single_file_setting
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import ModelError
@@ -34,16 +35,17 @@ def open_model(config: RunConfig, folder: Path, pinned_revision: str | None = No
 
 
 def _with_single_files(config: RunConfig, family: Family, model: ModelDescription) -> ModelDescription:
-    settings = config.model
-    files = {"": settings.single_file, "low_noise": settings.single_file_low_noise}
+    first, *later = model.experts
+    component_by_setting = {
+        "single_file": first.component,
+        **{single_file_setting(expert.name): expert.component for expert in later},
+    }
     file_by_part = {}
-    if files[""] is not None:
-        file_by_part[model.experts[0].component] = files[""]
-    if files["low_noise"] is not None:
-        low = next((expert for expert in model.experts if expert.name == "low_noise"), None)
-        if low is None:
-            raise ModelError(f"model.single_file_low_noise is set, and {model.title} has no low-noise expert")
-        file_by_part[low.component] = files["low_noise"]
+    for setting, file in config.model.single_files.items():
+        if setting not in component_by_setting:
+            experts = " and ".join(expert.name for expert in model.experts)
+            raise ModelError(f"model.{setting} is set, and {model.title} has {experts}; set model.single_file instead")
+        file_by_part[component_by_setting[setting]] = file
     if not file_by_part:
         return model
     source = model.source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from supertuner.config.families import expert_names
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources import alloc_conf
 from supertuner.config.sources.launcher import SINGLE_PROCESS_ENVIRONMENT, LauncherEnvironment
@@ -60,7 +61,7 @@ def require_expert_settings(config: RunConfig, model: ModelDescription, sink: Si
     Settings that no model of the family uses were reported when the configuration was read.
     """
     warned_fields = {remark.field for remark in config.warnings()}
-    for expert_name in {"high_noise", "low_noise"} - {expert.name for expert in model.experts}:
+    for expert_name in set(expert_names()) - {expert.name for expert in model.experts}:
         reason = f"{model.title} has {' and '.join(expert.name for expert in model.experts)}"
         if expert_name in config.adapter.model_fields_set:
             raise TrainError(f"adapter.{expert_name} is set, and {reason}; put it into adapter itself")

@@ -73,6 +73,21 @@ def global_state(source: str) -> list[str]:
     ]
 
 
+def named_families(source: str, names: tuple[str, ...]) -> list[str]:
+    """Texts (not docstrings) that are one of these names of families, and texts and identifiers with one of an expert
+    (`high_noise`) in them."""
+    tree = tree_of(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        identifier = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        has_expert = any("_" in name and name in f"{text} {identifier}" for name in names)
+        if id(node) not in docstrings and (text in names or has_expert):
+            found.append(f"line {node.lineno}: {text or identifier} is named outside its folder and config/families.py")
+    return found
+
+
 def environment_reads(source: str) -> list[str]:
     """Any touch of the process environment."""
     found = []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from supertuner.config.families import expert_names
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.load import load_config
 from tests.architecture.code_rules import attribute_names
@@ -45,7 +46,12 @@ def blocks_of(annotation: object) -> list[type[BaseModel]]:
 def unread(names: list[str], sources: list[str]) -> list[str]:
     """Settings that no source reads, as an attribute or, for settings of an expert, by `getattr` with its name."""
     read = set().union(*(attribute_names(source) | text_constants(source) for source in sources)) if sources else set()
-    return [name for name in names if re.sub(r"^(high|low)_noise_", "", name.rsplit(".", 1)[1]) not in read]
+    return [name for name in names if _without_expert(name.rsplit(".", 1)[1]) not in read]
+
+
+def _without_expert(name: str) -> str:
+    """`high_noise_lr` → `lr`, `single_file_low_noise` → `single_file`: read by their pattern."""
+    return re.sub("|".join(f"{expert}_|_{expert}" for expert in expert_names()), "", name)
 
 
 def text_constants(source: str) -> set[str]:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from supertuner.config import families
 from tests.architecture import code_rules, doc_rules, import_rules
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "supertuner"
 FILES = sorted(PACKAGE.rglob("*.py"))
 OURS = [*FILES, *sorted((ROOT / "benchmarks").glob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]
-# The one holder of process-wide state: the seeds' set_uvm_hint_override() has no object to speak to.
+# The one holder of process-wide state: set_uvm_hint_override() of the GH200 forks has no object as a parameter.
 HOLDER = ("supertuner/memory/hints/api.py", "_process is an object made at import")
 SKIPPED_FOLDERS = {".git", ".hypothesis", "node_modules", "quickstart", "runs"}
 
@@ -104,6 +105,13 @@ def test_no_module_keeps_state_but_the_one_holder_of_the_hints_override() -> Non
 def test_the_environment_is_read_in_one_place() -> None:
     elsewhere = [file for file in FILES if relative(file) != "config/sources/environment.py"]
     hold(violations(elsewhere, code_rules.environment_reads))
+
+
+def test_families_and_experts_are_named_in_their_folders_and_in_one_table() -> None:
+    names = (*families.FAMILIES, *families.expert_names())
+    own = ("models/families/", "config/families.py", "tools/quickstart.py")  # the quickstart trains one of them
+    elsewhere = [file for file in FILES if not relative(file).startswith(own)]
+    hold(violations(elsewhere, lambda source: code_rules.named_families(source, names)))
 
 
 def test_nothing_loads_a_format_that_runs_code() -> None:

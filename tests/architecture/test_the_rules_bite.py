@@ -219,3 +219,11 @@ def test_many_parameters_and_public_classes_are_found() -> None:
     assert code_rules.many_parameters(f"{wide}  # many parameters: a C function's arguments") == []
     assert code_rules.many_parameters("def f(self, a, b, c, d, e, *, f, g): ...") == []
     assert code_rules.public_classes("class A: ...\nclass _B: ...") == ["A"]
+
+
+def test_a_family_or_an_expert_that_is_named_elsewhere_is_found() -> None:
+    names = ("flux", "high_noise")
+    for source in ("x = 'flux'", "x = ['a', 'high_noise_lr']", "settings.high_noise.rank", "high_noise = 1"):
+        assert code_rules.named_families(source, names) != []
+    for source in ("'A family, such as flux.'", "x = 'a flux of noise'"):
+        assert code_rules.named_families(source, names) == []

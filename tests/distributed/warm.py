@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import importlib
 
-from supertuner.models.family_registry import FAMILY_MODULES, load_family
+from supertuner.config.families import FAMILIES
+from supertuner.models.family_registry import load_family
 from tests.train.runs import LATE
 
 RUNS = (
@@ -29,7 +30,7 @@ RUNS = (
 
 for name in (*RUNS, *LATE):
     importlib.import_module(name)
-for name in FAMILY_MODULES:
+for name in FAMILIES:
     load_family(name)
 gc.collect()
 gc.freeze()

@@ -94,9 +94,9 @@ def config(folder: Path, name: str, **changed: Any) -> Path:
 class TrainingForkServer:
     """A process that has imported everything; each `start` forks a training run from it."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, module: str = "tests.train.runs") -> None:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-W", "ignore", "-m", "tests.train.runs"]
+        command = [sys.executable, "-W", "ignore", "-m", module]
         self._log = log.open("ab")
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log
@@ -117,6 +117,12 @@ class TrainingForkServer:
 
     def train(self, config: Path, *arguments: str) -> int:
         return self.wait(self.start(config, *arguments))
+
+    def printed(self, *arguments: str, cwd: Path = ROOT) -> str:
+        """What `supertuner arguments…` printed; it must succeed."""
+        start = Path(self._log.name).stat().st_size
+        assert self.wait(self.begin(*arguments, cwd=cwd)) == 0, self.output()
+        return Path(self._log.name).read_bytes()[start:].decode()
 
     def train_together(self, *configs: Path) -> list[int]:
         """Run several configurations at the same time; returns their exit codes."""
@@ -160,7 +166,7 @@ def artefacts(run: Path) -> dict[str, bytes]:
     return {path.relative_to(run).as_posix(): path.read_bytes() for path in found}
 
 
-def _serve() -> None:
+def serve() -> None:
     """The server: reads commands, forks, waits."""
     import diffusers  # noqa: F401
     import lycoris  # noqa: F401
@@ -172,9 +178,10 @@ def _serve() -> None:
     import supertuner.train.export.export
     import supertuner.train.loop
     import supertuner.train.setup  # noqa: F401
-    from supertuner.models.family_registry import FAMILY_MODULES, load_family
+    from supertuner.config.families import FAMILIES
+    from supertuner.models.family_registry import load_family
 
-    for name in FAMILY_MODULES:
+    for name in FAMILIES:
         load_family(name)
     for module in LATE:
         importlib.import_module(module)
@@ -216,4 +223,4 @@ def _fork(folder: str, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    _serve()
+    serve()

@@ -12,6 +12,7 @@ from supertuner.config.dialects.conversions import (
     SettingValue,
     sibling_value,
 )
+from supertuner.config.families import ALL_EXPERTS, FAMILIES
 from supertuner.config.settings.values import format_value
 from supertuner.core.types import JSON
 
@@ -28,59 +29,14 @@ UNSUPPORTED_SIMPLETUNER_FAMILIES = _words(
     "sanavideo sd1x sd2x wan_s2v z_image"
 )
 """Families of SimpleTuner that we do not support."""
-FAMILY_BY_SIMPLETUNER_NAME = {
-    "flux": "flux",
-    "qwen_image": "qwen-image",
-    "sd3": "sd3.5",
-    "sdxl": "sdxl",
-    "wan": "wan2.2",
-}
-"""SimpleTuner's name of a family → ours."""
-FAMILY_BY_ARCHITECTURE = {
-    "wan22_14b": "wan2.2",
-    "wan22_14b_i2v": "wan2.2",
-    "wan22_5b": "wan2.2",
-    "wan21": "wan2.2",  # its text-to-video model has the architecture of one expert
-    "flux": "flux",
-    "qwen_image": "qwen-image",
-    "qwen_image_edit": "qwen-image-edit",
-    "sd3": "sd3.5",
-    "sdxl": "sdxl",
-}
+FAMILY_BY_ARCHITECTURE = {arch: name for name, record in FAMILIES.items() for arch in record.ai_toolkit}
 UNSUPPORTED_ARCHITECTURES = _words(
     "auraflow chroma flex1 flex2 flux2 flux_kontext hidream hidream_e1 lumina2 omnigen2 pixart pixart_sigma "
     "qwen_image_edit_plus sd1 sd2 ssd vega wan21_i2v zimage"
 )
 """Architectures of ai-toolkit that we do not support."""
-WAN_FLAVOURS = {
-    "i2v-14b-2.2-high": ("Wan-AI/Wan2.2-I2V-A14B-Diffusers", "high_noise"),
-    "i2v-14b-2.2-low": ("Wan-AI/Wan2.2-I2V-A14B-Diffusers", "low_noise"),
-    "ti2v-5b-2.2": ("Wan-AI/Wan2.2-TI2V-5B-Diffusers", "all"),
-    "t2v-480p-1.3b-2.1": ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "all"),
-    "t2v-480p-14b-2.1": ("Wan-AI/Wan2.1-T2V-14B-Diffusers", "all"),
-}
 UNSUPPORTED_FLAVOUR_PREFIXES = ("i2v-14b-2.1", "i2v-480p", "i2v-720p", "flf2v", "vace", "kontext", "edit-v2", "refiner")
 """Prefixes of flavours that we do not support."""
-SIMPLETUNER_DEFAULT_MODELS = {
-    "wan": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    "flux": "black-forest-labs/FLUX.1-dev",
-    "qwen_image": "Qwen/Qwen-Image",
-    "sd3": "stabilityai/stable-diffusion-3.5-medium",
-    "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
-}
-"""The model of a family that SimpleTuner trains if neither flavour nor path is given."""
-MODEL_BY_FLAVOUR = {
-    "flux": {
-        "dev": "black-forest-labs/FLUX.1-dev",
-        "schnell": "black-forest-labs/FLUX.1-schnell",
-        "krea": "black-forest-labs/FLUX.1-Krea-dev",
-    },
-    "qwen-image": {"v1.0": "Qwen/Qwen-Image"},
-    "qwen-image-edit": {"edit-v1": "Qwen/Qwen-Image-Edit"},
-    "sd3.5": {size: f"stabilityai/stable-diffusion-3.5-{size}" for size in ("medium", "large")},
-    "sdxl": {f"base-{number}": f"stabilityai/stable-diffusion-xl-base-{number}" for number in ("1.0", "0.9")},
-}
-"""The hub names of flavours of models with one denoiser, by our family."""
 ATTENTION_BACKENDS = {
     "diffusers": "native",
     "xformers": "xformers",
@@ -101,19 +57,24 @@ def model_family(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionO
     """SimpleTuner's `model_family`."""
     if value in UNSUPPORTED_SIMPLETUNER_FAMILIES:
         return [ConversionNote(f"{format_value(value)} {NOT_TRAINED_YET}")]
-    if value not in tuple(FAMILY_BY_SIMPLETUNER_NAME):
-        supported = ", ".join(map(format_value, FAMILY_BY_SIMPLETUNER_NAME))
+    default_models = {
+        record.simpletuner.family: record.simpletuner.default_model
+        for record in FAMILIES.values()
+        if record.simpletuner.default_model is not None
+    }
+    if value not in tuple(default_models):
+        supported = ", ".join(map(format_value, sorted(default_models)))
         return [InvalidValue(f"{format_value(value)} is not a known family; supported families: {supported}")]
     name = simpletuner_family(block)
     if name is None:
         return [ConversionNote(f"this flavour of {format_value(value)} {NOT_TRAINED_YET}")]
     if sibling_value(block, "model_flavour") or sibling_value(block, "pretrained_model_name_or_path"):
         return [SettingValue("model.family", name)]
-    note = ConversionNote(f"no model is given; uses SimpleTuner's default, {SIMPLETUNER_DEFAULT_MODELS[str(value)]}")
+    default = default_models[str(value)]
     return [
         SettingValue("model.family", name),
-        SettingValue("model.path", SIMPLETUNER_DEFAULT_MODELS[str(value)], is_implied=True),
-        note,
+        SettingValue("model.path", default, is_implied=True),
+        ConversionNote(f"no model is given; uses SimpleTuner's default, {default}"),
     ]
 
 
@@ -122,8 +83,10 @@ def simpletuner_family(block: Mapping[str, JSON]) -> str | None:
     flavour = str(sibling_value(block, "model_flavour") or "").lower()
     if flavour.startswith(UNSUPPORTED_FLAVOUR_PREFIXES):
         return None
-    name = FAMILY_BY_SIMPLETUNER_NAME.get(str(sibling_value(block, "model_family")))
-    return f"{name}-edit" if flavour in MODEL_BY_FLAVOUR.get(f"{name}-edit", {}) else name
+    simpletuner_name = sibling_value(block, "model_family")
+    families = [name for name, record in FAMILIES.items() if record.simpletuner.family == simpletuner_name]
+    by_flavour = (name for name in families if flavour in FAMILIES[name].simpletuner.flavours)
+    return next(by_flavour, families[0] if families else None)
 
 
 def model_path(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
@@ -136,21 +99,18 @@ def model_path(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOut
 
 
 def model_flavour(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """SimpleTuner's `model_flavour`, which stands for a name on the hub, and for Wan2.2 also for one of two experts."""
+    """SimpleTuner's `model_flavour`, which stands for a name on the hub, and sometimes for one expert."""
     if not value:
         return []
     name = simpletuner_family(block)
     if name is None:
         return [ConversionNote("has no effect: its model_family is not supported")]
     flavour_name = str(value).lower()
-    if flavour_name in MODEL_BY_FLAVOUR.get(name, {}):
-        return [SettingValue("model.path", MODEL_BY_FLAVOUR[name][flavour_name], is_implied=True)]
-    if name == "wan2.2" and flavour_name in WAN_FLAVOURS:
-        model, experts = WAN_FLAVOURS[flavour_name]
-        return [
-            SettingValue("model.path", model, is_implied=True),
-            SettingValue("model.experts", experts, is_implied=True),
-        ]
+    record = FAMILIES[name]
+    if flavour_name in record.simpletuner.flavours:
+        path = SettingValue("model.path", record.simpletuner.flavours[flavour_name], is_implied=True)
+        experts = record.simpletuner.expert_by_flavour.get(flavour_name, ALL_EXPERTS)
+        return [path, SettingValue("model.experts", experts, is_implied=True)] if record.has_several_experts else [path]
     if sibling_value(block, "pretrained_model_name_or_path"):
         return [ConversionNote(f"{format_value(value)} is not a known flavour; pretrained_model_name_or_path is used")]
     return [InvalidValue(f"{format_value(value)} is not a known flavour; set pretrained_model_name_or_path")]
@@ -295,14 +255,21 @@ def network_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionO
     ]
 
 
-def trained_experts(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """ai-toolkit's `train_high_noise` and `train_low_noise`, which both default to true."""
-    high, low = block.get("train_high_noise", True), block.get("train_low_noise", True)
-    if not isinstance(value, bool):
-        return [InvalidValue(f"{format_value(value)} is not true or false")]
-    if high is False and low is False:
-        return [InvalidValue("train_high_noise and train_low_noise are both false: there is nothing to train")]
-    return [SettingValue("model.experts", "all" if high and low else "high_noise" if high else "low_noise")]
+def trained_experts(experts: Sequence[str]) -> KeyConversion:
+    """ai-toolkit's switch for each expert of a model, such as `train_high_noise`; all default to true."""
+
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+        if not isinstance(value, bool):
+            return [InvalidValue(f"{format_value(value)} is not true or false")]
+        trained = [expert for expert in experts if block.get(f"train_{expert}", True)]
+        if not trained:
+            switches = " and ".join(f"train_{expert}" for expert in experts)
+            return [InvalidValue(f"{switches} are all false: there is nothing to train")]
+        if len(trained) not in (1, len(experts)):
+            return [InvalidValue(f"{' and '.join(trained)} cannot be chosen together; train all experts, or one")]
+        return [SettingValue("model.experts", trained[0] if len(trained) == 1 else ALL_EXPERTS)]
+
+    return convert
 
 
 def flow_shift(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:

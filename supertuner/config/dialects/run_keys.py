@@ -9,6 +9,7 @@ from supertuner.config.dialects import train_conversions as train
 from supertuner.config.dialects.conversions import map_value, positive_or_unset, rename_to, unless_null
 from supertuner.config.dialects.dataset_keys import NO_SIZES, NOT_NEEDED
 from supertuner.config.dialects.dialect_keys import AI_TOOLKIT, SIMPLETUNER, DialectKey, converted_keys, ignored_keys
+from supertuner.config.families import FAMILIES, expert_names
 
 ONE_PIPELINE = "has no effect: all components come from the pipeline of model.path"
 NO_ASSISTANT = "has no effect: assistant adapters are not supported; adapter.frozen trains on top of a frozen adapter"
@@ -184,7 +185,7 @@ AI_TOOLKIT_RUN_KEYS = (
         AI_TOOLKIT,
         {
             f"{stage}{name}": rename_to(f"optimizer.{stage}{name}")
-            for stage in ("", "high_noise_", "low_noise_")
+            for stage in ("", *(f"{expert}_" for expert in expert_names()))
             for name in ("lr_bump", "min_lr", "max_lr")
         },
         "train.optimizer_params",
@@ -195,14 +196,20 @@ AI_TOOLKIT_RUN_KEYS = (
         {
             "name_or_path": model.name_or_path,
             "arch": model.architecture,
-            "is_flux": model.is_architecture("flux"),
-            "is_xl": model.is_architecture("sdxl"),
-            "is_v3": model.is_architecture("sd3.5"),
+            **{
+                record.ai_toolkit_switch: model.is_architecture(name)
+                for name, record in FAMILIES.items()
+                if record.ai_toolkit_switch is not None
+            },
             "is_v2": model.is_architecture(""),
             "quantize": model.quantize,
             "qtype": to_ours.used_by_key("quantize", is_switch=False),
-            "model_kwargs.train_high_noise": model.trained_experts,
-            "model_kwargs.train_low_noise": model.trained_experts,
+            **{
+                f"model_kwargs.train_{expert}": model.trained_experts(tuple(record.experts))
+                for record in FAMILIES.values()
+                if record.has_several_experts
+                for expert in record.experts
+            },
         },
         "model",
     ),

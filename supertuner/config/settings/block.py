@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 CONTRADICTION: Final = "contradiction"
@@ -51,3 +51,16 @@ class SettingsBlock(BaseModel):
             text = "; ".join(f"{issue.field} {issue.message}" for issue in contradictions)
             raise PydanticCustomError(CONTRADICTION, "{text}", {"text": text, "remarks": contradictions})
         return self
+
+
+Block = TypeVar("Block", bound=SettingsBlock)
+
+
+def with_fields(fields: Mapping[str, tuple[Any, Any]]) -> Callable[[type[Block]], type[Block]]:
+    """A decorator that adds fields (name → type and `Field`) at the end of a block, for settings that a table lists."""
+
+    def extend(block: type[Block]) -> type[Block]:
+        given: dict[str, Any] = {"__module__": block.__module__, "__doc__": block.__doc__, **fields}
+        return create_model(block.__name__, __base__=block, **given)
+
+    return extend

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from supertuner.config.settings.block import SettingsBlock, SettingsIssue, name_or_folder
+from supertuner.config.families import ALL_EXPERTS, FAMILIES, describe_experts, expert_names, experts_of, later_experts
+from supertuner.config.settings.block import SettingsBlock, SettingsIssue, name_or_folder, with_fields
 
 _MODEL = name_or_folder("tiny")
 _TARGETS = {"allowed": "the name of a preset in quotes, or a list of suffixes of module names"}
 
-
+if TYPE_CHECKING:
+    FamilyName: TypeAlias = str
+    ExpertChoice: TypeAlias = str
+else:
+    FamilyName = Literal[tuple(FAMILIES)]
+    ExpertChoice = Literal[ALL_EXPERTS, *expert_names()]
 ModuleNames = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1, max_length=256)]
 
 
+def single_file_setting(expert: str) -> str:
+    """The setting with the weight file of an expert after the first."""
+    return f"single_file_{expert}"
+
+
+def _single_file_field(expert: str) -> tuple[Any, Any]:
+    description = f"A .safetensors file that replaces the weights of the {expert.replace('_', '-')} expert."
+    return Path | None, Field(default=None, description=description)
+
+
+@with_fields({single_file_setting(expert): _single_file_field(expert) for expert in later_experts()})
 class ModelSettings(SettingsBlock):
-    family: Literal["wan2.2", "flux", "qwen-image", "qwen-image-edit", "sdxl", "sd3.5"] | None = None
+    family: FamilyName | None = None
     """Family of the model; required for training."""
     path: Annotated[str | None, Field(min_length=1, json_schema_extra=_MODEL)] = None
     """A folder with a diffusers pipeline, a name on the Hugging Face hub, or "tiny": a random model of a few hundred
@@ -28,12 +45,11 @@ class ModelSettings(SettingsBlock):
     variant: Annotated[str | None, Field(min_length=1)] = None
     """Variant of the weight files of a pipeline, such as "fp16"."""
     single_file: Path | None = None
-    """A .safetensors file that replaces the weights of the denoiser (with two experts: of the high-noise expert)."""
-    single_file_low_noise: Path | None = None
-    """A .safetensors file that replaces the weights of the low-noise expert."""
+    """A .safetensors file that replaces the weights of the denoiser (with several experts: of the first one, which
+    takes the highest noise levels)."""
     offline: bool = False
     """Use only files on this machine; make no network requests."""
-    experts: Literal["all", "high_noise", "low_noise"] = "all"
+    experts: ExpertChoice = ALL_EXPERTS
     """For a model with several experts: which of them are trained."""
     switch_boundary_every: Annotated[int, Field(ge=1)] = 1
     """For a model with several experts: optimizer steps after which training switches to the next expert."""
@@ -48,18 +64,23 @@ class ModelSettings(SettingsBlock):
     def contradictions(self) -> Iterator[SettingsIssue]:
         if self.path is not None and self.family is None:
             yield SettingsIssue("family", "is missing: a model needs both path and family", ("path",))
-        message = f'does not exist: a model of family "{self.family}" has one denoiser'
-        if self._has_one_denoiser and self.experts != "all":
-            yield SettingsIssue("experts", f'"{self.experts}" {message}', ("family",))
-        if self._has_one_denoiser and self.single_file_low_noise is not None:
-            yield SettingsIssue("single_file_low_noise", f"{message}; use single_file", ("family",))
+        experts, reason = experts_of(self.family), f"does not exist: {describe_experts(self.family)}"
+        if self.experts not in (ALL_EXPERTS, *experts):
+            yield SettingsIssue("experts", f'"{self.experts}" {reason}', ("family",))
+        for name in self.single_files:
+            if name not in ("single_file", *map(single_file_setting, experts)):
+                yield SettingsIssue(name, f"{reason}; use single_file", ("family",))
 
     @property
-    def _has_one_denoiser(self) -> bool:
-        return self.family not in (None, "wan2.2")
+    def single_files(self) -> dict[str, Path]:
+        """The settings `single_file…` that are set, with their files."""
+        names = ("single_file", *map(single_file_setting, later_experts()))
+        return {name: file for name in names if (file := getattr(self, name)) is not None}
 
     def warnings(self) -> Iterator[SettingsIssue]:
-        if "switch_boundary_every" in self.model_fields_set and (self._has_one_denoiser or self.experts != "all"):
+        if "switch_boundary_every" in self.model_fields_set and (
+            not experts_of(self.family) or self.experts != ALL_EXPERTS
+        ):
             yield SettingsIssue("switch_boundary_every", "has no effect: only one expert is trained")
         if self.revision is not None and self.path is not None and (self.path == "tiny" or self.path.startswith("/")):
             yield SettingsIssue("revision", "has no effect: path is a model on this machine, not on the hub")
@@ -101,6 +122,12 @@ class ExpertAdapterSettings(SettingsBlock):
     """File of a frozen adapter below this expert's adapter. Unset: `adapter.frozen`."""
 
 
+def _expert_adapter_field(expert: str) -> tuple[Any, Any]:
+    description = f"Settings that differ for the {expert.replace('_', '-')} expert."
+    return ExpertAdapterSettings, Field(default=ExpertAdapterSettings(), description=description)
+
+
+@with_fields({expert: _expert_adapter_field(expert) for expert in expert_names()})
 class AdapterSettings(SettingsBlock):
     type: Literal["lora", "locon", "loha", "lokr", "diff", "full"] = "lora"
     """What is trained. "lora": a low-rank adapter (peft). "locon", "loha", "lokr": adapters of LyCORIS, low-rank, of
@@ -131,10 +158,12 @@ class AdapterSettings(SettingsBlock):
     on top of it."""
     modules: Annotated[tuple[ModuleAdapterSettings, ...], Field(max_length=256)] = ()
     """Other ranks and alphas for some layers."""
-    high_noise: ExpertAdapterSettings = ExpertAdapterSettings()
-    """Settings that differ for the high-noise expert."""
-    low_noise: ExpertAdapterSettings = ExpertAdapterSettings()
-    """Settings that differ for the low-noise expert."""
+
+    def for_expert(self, expert: str) -> ExpertAdapterSettings:
+        """The settings that differ for this expert; none for the only expert of a model."""
+        settings = getattr(self, expert) if expert in expert_names() else ExpertAdapterSettings()
+        assert isinstance(settings, ExpertAdapterSettings)
+        return settings
 
     def contradictions(self) -> Iterator[SettingsIssue]:
         if self.dora and self.type != "lora":

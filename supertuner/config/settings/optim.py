@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from supertuner.config.settings.block import SettingsBlock, SettingsIssue
+from supertuner.config.families import expert_names
+from supertuner.config.settings.block import SettingsBlock, SettingsIssue, with_fields
 
 DEFAULT_MIN_LR, DEFAULT_MAX_LR = 1e-7, 1e-3
 """The default range of Automagic's learning rates."""
 LearningRate = Annotated[float | None, Field(gt=0, le=10)]
+EXPERT_PREFIXES = tuple(f"{expert}_" for expert in expert_names())
 
 
+def _expert_fields(expert: str) -> dict[str, tuple[Any, Any]]:
+    """An expert's own learning rates."""
+    title = f"the {expert.replace('_', '-')} expert"
+    descriptions = {
+        "lr": f"Learning rate of {title}. Unset: `learning_rate`.",
+        **{name: f"Automagic: `{name}` of {title}. Unset: `{name}`." for name in ("lr_bump", "min_lr", "max_lr")},
+    }
+    return {
+        f"{expert}_{name}": (LearningRate, Field(default=None, description=text)) for name, text in descriptions.items()
+    }
+
+
+@with_fields({name: field for expert in expert_names() for name, field in _expert_fields(expert).items()})
 class OptimizerSettings(SettingsBlock):
     name: Literal["adamw", "adamw8bit", "adafactor", "prodigy", "schedule_free", "automagic"] = "adamw"
     """The optimizer."""
@@ -31,25 +46,9 @@ class OptimizerSettings(SettingsBlock):
     """Automagic: lowest learning rate of a weight. Unset: 1e-7."""
     max_lr: LearningRate = None
     """Automagic: highest learning rate of a weight. Unset: 1e-3."""
-    high_noise_lr: LearningRate = None
-    """Learning rate of the high-noise expert. Unset: `learning_rate`."""
-    high_noise_lr_bump: LearningRate = None
-    """Automagic: `lr_bump` of the high-noise expert. Unset: `lr_bump`."""
-    high_noise_min_lr: LearningRate = None
-    """Automagic: `min_lr` of the high-noise expert. Unset: `min_lr`."""
-    high_noise_max_lr: LearningRate = None
-    """Automagic: `max_lr` of the high-noise expert. Unset: `max_lr`."""
-    low_noise_lr: LearningRate = None
-    """Learning rate of the low-noise expert. Unset: `learning_rate`."""
-    low_noise_lr_bump: LearningRate = None
-    """Automagic: `lr_bump` of the low-noise expert. Unset: `lr_bump`."""
-    low_noise_min_lr: LearningRate = None
-    """Automagic: `min_lr` of the low-noise expert. Unset: `min_lr`."""
-    low_noise_max_lr: LearningRate = None
-    """Automagic: `max_lr` of the low-noise expert. Unset: `max_lr`."""
 
     def contradictions(self) -> Iterator[SettingsIssue]:
-        for stage in ("", "high_noise_", "low_noise_"):
+        for stage in ("", *EXPERT_PREFIXES):
             lowest, highest = (self._effective_field(stage, field) for field in ("min_lr", "max_lr"))
             if stage and not (lowest.startswith(stage) or highest.startswith(stage)):
                 continue  # this expert overrides neither
@@ -65,9 +64,7 @@ class OptimizerSettings(SettingsBlock):
 
     def _is_overridden_by_experts(self, stage: str, field: str) -> bool:
         """Whether every expert overrides the setting `field`, so that its common value is not used."""
-        return not stage and all(
-            getattr(self, expert_prefix + field) is not None for expert_prefix in ("high_noise_", "low_noise_")
-        )
+        return not stage and all(getattr(self, prefix + field) is not None for prefix in EXPERT_PREFIXES)
 
     def _effective_field(self, stage: str, field: str) -> str:
         """The name of the setting that counts for an expert: its own if it is set, else the common one."""
@@ -84,7 +81,7 @@ class OptimizerSettings(SettingsBlock):
             yield SettingsIssue("learning_rate", message)
         if self.name == "automagic":
             return
-        for stage in ("", "high_noise_", "low_noise_"):
+        for stage in ("", *EXPERT_PREFIXES):
             for field in ("lr_bump", "min_lr", "max_lr"):
                 if getattr(self, stage + field) is not None:
                     yield SettingsIssue(stage + field, 'has no effect without name: "automagic"')

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from supertuner.config.families import ALL_EXPERTS, describe_experts, expert_names, experts_of
 from supertuner.config.settings.block import SettingsBlock, SettingsIssue
 from supertuner.config.settings.cache import ArenaSettings, CacheConfig
 from supertuner.config.settings.data import DatasetSettings, LoaderSettings
@@ -91,21 +92,20 @@ class RunConfig(SettingsBlock):
 
     def _untrained_expert_warnings(self) -> Iterator[SettingsIssue]:
         """Warnings for settings of experts that do not exist or are not trained."""
-        has_one_denoiser = self.model.family not in (None, "wan2.2")
-        reason = (
-            f'a model of family "{self.model.family}" has one denoiser'
-            if has_one_denoiser
-            else "this expert is not trained"
-        )
-        for stage in ("high_noise", "low_noise"):
-            if has_one_denoiser or self.model.experts not in ("all", stage):
-                if stage in self.adapter.model_fields_set and not has_one_denoiser:
-                    yield SettingsIssue(
-                        f"adapter.{stage}", f'has no effect: {reason}, model.experts is "{self.model.experts}"'
-                    )
-                for name in sorted(self.optimizer.model_fields_set):
-                    if name.startswith(f"{stage}_"):
-                        yield SettingsIssue(f"optimizer.{name}", f"has no effect: {reason}")
+        family_experts = experts_of(self.model.family)
+        for expert in expert_names():
+            if expert not in family_experts:
+                reason = describe_experts(self.model.family)
+            elif self.model.experts not in (ALL_EXPERTS, expert):
+                reason = "this expert is not trained"
+                if expert in self.adapter.model_fields_set:
+                    message = f'has no effect: {reason}, model.experts is "{self.model.experts}"'
+                    yield SettingsIssue(f"adapter.{expert}", message)
+            else:
+                continue
+            for name in sorted(self.optimizer.model_fields_set):
+                if name.startswith(f"{expert}_"):
+                    yield SettingsIssue(f"optimizer.{name}", f"has no effect: {reason}")
 
     def _adapter_contradictions(self) -> Iterator[SettingsIssue]:
         base, kind = self.model.base_weights, self.adapter.type
@@ -116,11 +116,10 @@ class RunConfig(SettingsBlock):
         if self.adapter.dora and base != "as_computed":
             message = f'"{base}" cannot be used with adapter.dora, which needs the original weights'
             yield SettingsIssue("model.base_weights", message, ("adapter.dora",))
-        if self.model.family not in (None, "wan2.2"):
-            for stage in ("high_noise", "low_noise"):
-                if stage in self.adapter.model_fields_set:
-                    message = f'does not exist: a model of family "{self.model.family}" has one denoiser'
-                    yield SettingsIssue(f"adapter.{stage}", message, ("model.family",))
+        for expert in expert_names():
+            if expert in self.adapter.model_fields_set and expert not in experts_of(self.model.family):
+                message = f"does not exist: {describe_experts(self.model.family)}"
+                yield SettingsIssue(f"adapter.{expert}", message, ("model.family",))
 
     def _ramp_contradictions(self) -> Iterator[SettingsIssue]:
         ramp = self.gh200_optimizations

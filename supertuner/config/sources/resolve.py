@@ -78,7 +78,7 @@ def _missing_kind(key_path: KeyPath, path: str) -> str:
         return "" if is_file else "a file"
     if name == "instance_data_dir" and not (is_file and path.endswith(".tar")) and not os.path.isdir(path):
         return "a folder or a .tar file" if is_file else "a folder"
-    if name in ("single_file", "single_file_low_noise") and not (is_file and path.endswith(".safetensors")):
+    if str(name).startswith("single_file") and not (is_file and path.endswith(".safetensors")):
         return "a .safetensors file"
     if key_path == ("model", "path") and path.startswith("/") and not os.path.isdir(path):
         return "a folder with a pipeline; set model.single_file to use a single file" if is_file else "a folder"

@@ -26,22 +26,19 @@ from functools import cache
 from typing import Final, Literal, NamedTuple
 
 from supertuner.core.errors import ModelError
-from supertuner.models.adapters.keys_modules import (
-    FAMILY_LAYERS,
-    NUMBER_PLACEHOLDER,
-    FamilyLayers,
-    fill_numbers,
-    fused_members,
-    layer_table_family,
-)
+from supertuner.models.adapters.family_layers import FAMILY_LAYERS, family_layers
+from supertuner.models.adapters.keys_modules import NUMBER_PLACEHOLDER, FamilyLayers, fill_numbers, fused_members
 from supertuner.models.adapters.keys_schemes import (
     CANONICAL_TENSORS,
     COMPONENT_PLACEHOLDER,
+    EXPERT_COMPONENT_PLACEHOLDER,
     KEY_STYLES,
     KIND_PLACEHOLDER,
     LAYER_NAMINGS,
+    STAGE_PLACEHOLDER,
     TENSOR_SPELLINGS,
     KeyScheme,
+    KeyStyle,
     LayerNaming,
     spell_tensor,
 )
@@ -128,9 +125,9 @@ def read_keys(keys: Iterable[str], family: str | None = None) -> AdapterKeyReadi
 
 def format_key(name: AdapterTensorName, scheme: KeyScheme, family: str) -> str:
     """The key of a canonical name in a scheme. Raises ModelError if the scheme cannot express it."""
-    layout = FAMILY_LAYERS[layer_table_family(family)]
+    layout = family_layers(family)
     style = KEY_STYLES[scheme.style]
-    if name.expert not in style.prefixes:
+    if name.expert not in _marked_experts(style, layout):
         raise ModelError(
             f"{name} belongs to one of several experts, but {scheme.name} keys cannot name an expert"
             if name.expert is not None
@@ -145,14 +142,14 @@ def format_key(name: AdapterTensorName, scheme: KeyScheme, family: str) -> str:
             f"{name.module} is not a separate layer in {scheme.name} keys of {family}; convert to a scheme with "
             "diffusers' layer names instead"
         )
-    prefix = _prefix(style.prefixes[name.expert], layout, row)
+    prefix = _prefix(style.prefix, layout, row, name.expert)
     layer = fill_numbers(layer_name, numbers).replace(".", style.separator)
     return f"{prefix}{layer}.{spell_tensor(name.tensor, scheme.spelling)}"
 
 
 def fused_layer(module: str, family: str) -> str | None:
     """The canonical name of the fused layer that contains `module` in the original code; None if there is none."""
-    layout = FAMILY_LAYERS[layer_table_family(family)]
+    layout = family_layers(family)
     row, numbers = _find_row(layout, module)
     fused_row = next(
         (fused for fused in layout.original_names if len(fused_members(fused)) > 1 and row in fused_members(fused)),
@@ -175,14 +172,15 @@ def _meanings(key: str) -> Iterator[_KeyMeaning]:
     if split_key is None:
         return
     rest, tensor, _ = split_key
-    for prefix, style, expert, template in _prefixes():
+    for prefix, name in _prefixes():
         if rest.startswith(prefix):
+            style = KEY_STYLES[name]
             for naming in LAYER_NAMINGS:
-                for layout, row, numbers in _find_layers(rest[len(prefix) :], KEY_STYLES[style].separator, naming):
-                    if (expert is None or expert in layout.experts) and _prefix(template, layout, row) == prefix:
-                        yield _KeyMeaning(
-                            style, naming, layout.family, AdapterTensorName(expert, fill_numbers(row, numbers), tensor)
-                        )
+                for layout, row, numbers in _find_layers(rest[len(prefix) :], style.separator, naming):
+                    for expert in _marked_experts(style, layout):
+                        if _prefix(style.prefix, layout, row, expert) == prefix:
+                            meaning = AdapterTensorName(expert, fill_numbers(row, numbers), tensor)
+                            yield _KeyMeaning(name, naming, layout.family, meaning)
 
 
 def split_tensor_name(key: str) -> tuple[str, str, frozenset[str]] | None:
@@ -250,22 +248,39 @@ def _tensor_index() -> Mapping[str, tuple[str, frozenset[str]]]:
     }
 
 
+def _marked_experts(style: KeyStyle, layout: FamilyLayers) -> Sequence[str | None]:
+    """The experts that keys of this style can name; None alone if they name none."""
+    if not style.marks_experts:
+        return (None,)
+    return tuple(layout.experts) if len(layout.experts) > 1 else ()
+
+
 @cache  # a function of the tables alone
-def _prefixes() -> Sequence[tuple[str, str, str | None, str]]:
-    """(prefix of keys, style, expert, the prefix template of the style)."""
-    components = sorted({layout.component for layout in FAMILY_LAYERS.values()})
-    return [
-        (template.replace(COMPONENT_PLACEHOLDER, component).replace(KIND_PLACEHOLDER, kind), name, expert, template)
-        for name, style in KEY_STYLES.items()
-        for expert, template in style.prefixes.items()
-        for component in (components if COMPONENT_PLACEHOLDER in template else [""])
-        for kind in (("conv", "linear") if KIND_PLACEHOLDER in template else [""])
-    ]
+def _prefixes() -> Sequence[tuple[str, str]]:
+    """(prefix of keys, style) for all that occur in some family."""
+    return list(
+        dict.fromkeys(
+            (_prefix_of_expert(style.prefix, layout, expert).replace(KIND_PLACEHOLDER, kind), name)
+            for name, style in KEY_STYLES.items()
+            for layout in FAMILY_LAYERS.values()
+            for expert in _marked_experts(style, layout)
+            for kind in ("conv", "linear")
+        )
+    )
 
 
-def _prefix(template: str, layout: FamilyLayers, row: str) -> str:
+def _prefix(template: str, layout: FamilyLayers, row: str, expert: str | None) -> str:
     kind = "conv" if row in layout.convolutions else "linear"
-    return template.replace(COMPONENT_PLACEHOLDER, layout.component).replace(KIND_PLACEHOLDER, kind)
+    return _prefix_of_expert(template, layout, expert).replace(KIND_PLACEHOLDER, kind)
+
+
+def _prefix_of_expert(template: str, layout: FamilyLayers, expert: str | None) -> str:
+    """The prefix without the kind of layer."""
+    prefix = template.replace(COMPONENT_PLACEHOLDER, layout.component)
+    if expert is None:
+        return prefix
+    stage = list(layout.experts).index(expert) + 1
+    return prefix.replace(STAGE_PLACEHOLDER, str(stage)).replace(EXPERT_COMPONENT_PLACEHOLDER, layout.experts[expert])
 
 
 # ── reading a whole file ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -328,4 +343,4 @@ def _majority_spelling(meanings: Mapping[str, Sequence[_KeyMeaning]]) -> str:
 
 
 def _allowed_families(family: str | None) -> Sequence[str]:
-    return list(FAMILY_LAYERS) if family is None else [layer_table_family(family)]
+    return list(FAMILY_LAYERS) if family is None else [family_layers(family).family]

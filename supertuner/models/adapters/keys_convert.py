@@ -25,10 +25,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeAlias
 
+from supertuner.config.families import later_experts
 from supertuner.core.errors import ModelError
 from supertuner.models.adapters.keys import AdapterKeyReading, AdapterTensorName, format_key, fused_layer
 from supertuner.models.adapters.keys_modules import fused_members
-from supertuner.models.adapters.keys_schemes import ALPHA, DORA_SCALE, LORA_A, LORA_B, LORA_BIAS, LOW_NOISE, KeyScheme
+from supertuner.models.adapters.keys_schemes import ALPHA, DORA_SCALE, LORA_A, LORA_B, LORA_BIAS, KeyScheme
 
 Shape: TypeAlias = tuple[int, ...]
 DIFFUSERS_METADATA: Final = "lora_adapter_metadata"
@@ -299,8 +300,8 @@ def _metadata_scale(layer: AdapterLayer, rank: int, metadata: Mapping[str, str])
 def _adapter_metadata(layer: AdapterLayer, metadata: Mapping[str, str]) -> dict[str, object] | None:
     """diffusers' metadata about the component that holds the layer; None if there is none at all.
 
-    For the low-noise expert, entries of `transformer_2` take precedence; a file with this expert alone has its entries
-    under `transformer`.
+    For an expert after the first, entries of its own component (`transformer_2`) take precedence; a file with this
+    expert alone has its entries under `transformer`.
     """
     text = metadata.get(DIFFUSERS_METADATA)
     if text is None:
@@ -313,7 +314,8 @@ def _adapter_metadata(layer: AdapterLayer, metadata: Mapping[str, str]) -> dict[
         ) from error
     if not isinstance(content, dict):
         raise ModelError(f"its metadata {DIFFUSERS_METADATA} is not a JSON object, so that its alpha is unknown")
-    for component in (*(("transformer_2.",) if layer.expert == LOW_NOISE else ()), "transformer.", "unet.", ""):
+    own_component = later_experts().get(layer.expert or "")
+    for component in (*((f"{own_component}.",) if own_component else ()), "transformer.", "unet.", ""):
         facts = {key.removeprefix(component): value for key, value in content.items() if key.startswith(component)}
         if facts:
             return facts

@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-HIGH_NOISE: Final = "high_noise"
-LOW_NOISE: Final = "low_noise"
 KIND_PLACEHOLDER: Final = "{kind}"
 """In a prefix: replaced by `conv` for convolutions and `linear` for other layers."""
 COMPONENT_PLACEHOLDER: Final = "{part}"
-"""In a prefix: replaced by the pipeline component, `transformer` or `unet`."""
+"""In a prefix: replaced by the pipeline component of the first expert, `transformer` or `unet`."""
+EXPERT_COMPONENT_PLACEHOLDER: Final = "{expert part}"
+"""In a prefix: replaced by the pipeline component of the key's expert, such as `transformer_2`."""
+STAGE_PLACEHOLDER: Final = "{stage}"
+"""In a prefix: replaced by the number of the key's expert, 1 for the highest noise levels."""
 
 LayerNaming: TypeAlias = Literal["diffusers", "original"]
 LAYER_NAMINGS: Final[tuple[LayerNaming, ...]] = ("diffusers", "original")
@@ -27,42 +29,42 @@ LAYER_NAMINGS: Final[tuple[LayerNaming, ...]] = ("diffusers", "original")
 
 @dataclass(frozen=True, slots=True)
 class KeyStyle:
-    prefixes: Mapping[str | None, str]
-    """Expert → prefix of its keys. The expert None means that keys do not name their expert."""
+    prefix: str
     separator: str
     """Between the parts of a layer's name. The tensor's name always follows a dot."""
 
-
-def _stage_prefixes(before: str, after: str) -> dict[str | None, str]:
-    return {HIGH_NOISE: f"{before}1{after}", LOW_NOISE: f"{before}2{after}"}
+    @property
+    def marks_experts(self) -> bool:
+        """Whether a key names its expert."""
+        return STAGE_PLACEHOLDER in self.prefix or EXPERT_COMPONENT_PLACEHOLDER in self.prefix
 
 
 KEY_STYLES: Final[Mapping[str, KeyStyle]] = {
-    "diffusers": KeyStyle({None: f"{COMPONENT_PLACEHOLDER}."}, "."),
-    "diffusers-pair": KeyStyle({HIGH_NOISE: "transformer.", LOW_NOISE: "transformer_2."}, "."),
-    "diffusion_model": KeyStyle({None: "diffusion_model."}, "."),
-    "model.diffusion_model": KeyStyle({None: "model.diffusion_model."}, "."),
-    "peft": KeyStyle({None: "base_model.model."}, "."),
-    "bare": KeyStyle({None: ""}, "."),
-    "stages": KeyStyle(_stage_prefixes("transformer_", "."), "."),
-    "stages-in-transformer": KeyStyle(_stage_prefixes("transformer.transformer_", "."), "."),
-    "stages-in-diffusion_model": KeyStyle(_stage_prefixes("diffusion_model.transformer_", "."), "."),
-    "dollars": KeyStyle({None: "transformer$$"}, "$$"),
-    "dollar-stages": KeyStyle(_stage_prefixes("transformer_", "$$"), "$$"),
-    "dollar-stages-in-transformer": KeyStyle(_stage_prefixes("transformer$$transformer_", "$$"), "$$"),
-    "lora_unet": KeyStyle({None: "lora_unet_"}, "_"),
-    "lora_unet-stages": KeyStyle(_stage_prefixes("lora_unet_transformer_", "_"), "_"),
-    "lora_transformer": KeyStyle({None: "lora_transformer_"}, "_"),
-    "lora_transformer-stages": KeyStyle(_stage_prefixes("lora_transformer_", "_"), "_"),
-    "lycoris": KeyStyle({None: "lycoris_"}, "_"),
-    "lycoris-stages": KeyStyle(_stage_prefixes("lycoris_transformer_", "_"), "_"),
-    "lycoris-pair": KeyStyle({HIGH_NOISE: "lycoris_transformer_", LOW_NOISE: "lycoris_transformer_2_"}, "_"),
-    "lycoris-dots": KeyStyle({None: "lycoris."}, "."),
-    "lycoris-dots-stages": KeyStyle(_stage_prefixes("lycoris.transformer_", "."), "."),
-    "short-stages": KeyStyle(_stage_prefixes("transformer", "_"), "_"),
-    "short-stages-dots": KeyStyle(_stage_prefixes("transformer", "."), "."),
-    "kinds": KeyStyle({None: f"lora_{KIND_PLACEHOLDER}_"}, "_"),
-    "kinds-stages": KeyStyle(_stage_prefixes(f"lora_{KIND_PLACEHOLDER}_transformer_", "_"), "_"),
+    "diffusers": KeyStyle(f"{COMPONENT_PLACEHOLDER}.", "."),
+    "diffusers-pair": KeyStyle(f"{EXPERT_COMPONENT_PLACEHOLDER}.", "."),
+    "diffusion_model": KeyStyle("diffusion_model.", "."),
+    "model.diffusion_model": KeyStyle("model.diffusion_model.", "."),
+    "peft": KeyStyle("base_model.model.", "."),
+    "bare": KeyStyle("", "."),
+    "stages": KeyStyle(f"transformer_{STAGE_PLACEHOLDER}.", "."),
+    "stages-in-transformer": KeyStyle(f"transformer.transformer_{STAGE_PLACEHOLDER}.", "."),
+    "stages-in-diffusion_model": KeyStyle(f"diffusion_model.transformer_{STAGE_PLACEHOLDER}.", "."),
+    "dollars": KeyStyle("transformer$$", "$$"),
+    "dollar-stages": KeyStyle(f"transformer_{STAGE_PLACEHOLDER}$$", "$$"),
+    "dollar-stages-in-transformer": KeyStyle(f"transformer$$transformer_{STAGE_PLACEHOLDER}$$", "$$"),
+    "lora_unet": KeyStyle("lora_unet_", "_"),
+    "lora_unet-stages": KeyStyle(f"lora_unet_transformer_{STAGE_PLACEHOLDER}_", "_"),
+    "lora_transformer": KeyStyle("lora_transformer_", "_"),
+    "lora_transformer-stages": KeyStyle(f"lora_transformer_{STAGE_PLACEHOLDER}_", "_"),
+    "lycoris": KeyStyle("lycoris_", "_"),
+    "lycoris-stages": KeyStyle(f"lycoris_transformer_{STAGE_PLACEHOLDER}_", "_"),
+    "lycoris-pair": KeyStyle(f"lycoris_{EXPERT_COMPONENT_PLACEHOLDER}_", "_"),
+    "lycoris-dots": KeyStyle("lycoris.", "."),
+    "lycoris-dots-stages": KeyStyle(f"lycoris.transformer_{STAGE_PLACEHOLDER}.", "."),
+    "short-stages": KeyStyle(f"transformer{STAGE_PLACEHOLDER}_", "_"),
+    "short-stages-dots": KeyStyle(f"transformer{STAGE_PLACEHOLDER}.", "."),
+    "kinds": KeyStyle(f"lora_{KIND_PLACEHOLDER}_", "_"),
+    "kinds-stages": KeyStyle(f"lora_{KIND_PLACEHOLDER}_transformer_{STAGE_PLACEHOLDER}_", "_"),
 }
 """In order of preference for files that fit several."""
 
@@ -130,7 +132,7 @@ class KeyScheme:
 
     @property
     def marks_experts(self) -> bool:
-        return None not in KEY_STYLES[self.style].prefixes
+        return KEY_STYLES[self.style].marks_experts
 
     @property
     def stores_alpha(self) -> bool:
@@ -162,57 +164,3 @@ KEY_SCHEMES: Final[Mapping[str, KeyScheme]] = {
     "ai-toolkit-kinds": KeyScheme("kinds-stages", "diffusers", "kohya"),
 }
 """Schemes that can be chosen by name."""
-
-COMFYUI_SCHEMES: Final[Mapping[str, str]] = {
-    "wan2.2": "original",
-    "flux": "diffusers",
-    "qwen-image": "original",
-    "sd3.5": "diffusers",
-    "sdxl": "kohya",
-}
-"""Family → a scheme that ComfyUI loads and that needs no fusing of layers."""
-
-COMFYUI_READABLE: Final[Mapping[str, frozenset[tuple[str, LayerNaming]]]] = {
-    "wan2.2": frozenset({("diffusion_model", "original"), ("lora_unet", "original")}),
-    "flux": frozenset(
-        {
-            *(("diffusion_model", "original"), ("lora_unet", "original")),
-            *(("diffusers", "diffusers"), ("lycoris", "diffusers"), ("lora_transformer", "diffusers")),
-            ("bare", "diffusers"),
-        }
-    ),
-    "qwen-image": frozenset(
-        {
-            *(("diffusion_model", "original"), ("lora_unet", "original")),
-            *(("diffusion_model", "diffusers"), ("lora_unet", "diffusers")),
-            *(("diffusers", "diffusers"), ("lycoris", "diffusers"), ("bare", "diffusers")),
-        }
-    ),
-    "sd3.5": frozenset(
-        {
-            *(("diffusion_model", "original"), ("lora_unet", "original")),
-            *(("diffusers", "diffusers"), ("lycoris", "diffusers"), ("lora_transformer", "diffusers")),
-            ("peft", "diffusers"),
-        }
-    ),
-    "sdxl": frozenset(
-        {
-            *(("diffusion_model", "original"), ("lora_unet", "original")),
-            *(("lora_unet", "diffusers"), ("lycoris", "diffusers")),
-        }
-    ),
-}
-"""Family → the (style, naming) pairs whose keys ComfyUI maps to layers: a summary of `model_lora_keys_unet` in its
-comfy/lora.py.
-
-For every model it accepts `diffusion_model.NAME` and `lora_unet_NAME` with original layer names; for a UNet also the
-names of diffusers after `lora_unet_` and `lycoris_`; for SD3, Flux and Qwen-Image the names of diffusers after the
-other prefixes. For Wan it accepts no names of diffusers. SDXL with `unet.` is left out: there ComfyUI expects the older
-`.processor.` names.
-"""
-
-
-def comfyui_reads(family: str, scheme: KeyScheme, dora: bool = False) -> bool:
-    """Whether ComfyUI reads all keys of a file. It knows both spellings of LoRA matrices, but only kohya's of DoRA."""
-    readable = (scheme.style, scheme.naming) in COMFYUI_READABLE.get(family, frozenset())
-    return readable and scheme.spelling in (("kohya",) if dora else ("peft", "kohya"))

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from supertuner.config.settings.model import AdapterSettings, ExpertAdapterSettings, ModuleAdapterSettings
+from supertuner.config.settings.model import AdapterSettings, ModuleAdapterSettings
 from supertuner.core.errors import ModelError
 
 ADAPTABLE_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -28,16 +28,8 @@ class AdapterSize:
 
 def settings_for_expert(settings: AdapterSettings, expert: str) -> AdapterSettings:
     """The settings for one expert: `adapter.<expert>` overrides `adapter`."""
-    expert_settings = getattr(settings, expert, None)
-    if not isinstance(expert_settings, ExpertAdapterSettings):
-        return settings
-    overrides: dict[str, object] = {
-        "rank": expert_settings.rank,
-        "alpha": expert_settings.alpha,
-        "targets": expert_settings.targets,
-    }
-    overrides |= {"start_from": expert_settings.start_from, "frozen": expert_settings.frozen}
-    return settings.model_copy(update={name: value for name, value in overrides.items() if value is not None})
+    overrides = {name: value for name, value in settings.for_expert(expert) if value is not None}
+    return settings.model_copy(update=overrides)
 
 
 def resolve_targets(settings: AdapterSettings, presets: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from supertuner.config.families import FAMILIES, expert_names, layers_of
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import ModelError
 from supertuner.models.adapters.keys import AdapterKeyReading, AdapterTensorName, read_keys
 from supertuner.models.adapters.keys_convert import OUTDATED_METADATA, ConvertedTensor, Shape, plan_conversion
-from supertuner.models.adapters.keys_modules import SHARED_LAYERS
-from supertuner.models.adapters.keys_schemes import ALPHA, HIGH_NOISE, LOW_NOISE, KeyScheme
+from supertuner.models.adapters.keys_schemes import ALPHA, KeyScheme
 from supertuner.train.checkpoint.manifest import MANIFEST_FILE
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ SUPERTUNER_KEY: Final = "supertuner"
 """Metadata key of SuperTuner: JSON with the expert, rank and alpha of the training."""
 TRAINED_PART_PREFIXES: Final = ("adapter.", "ema.")
 """Prefixes of checkpoint files that contain trained weights."""
-EXPERT_BY_SUFFIX: Final = {"_high_noise": HIGH_NOISE, "_low_noise": LOW_NOISE}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -59,11 +58,11 @@ class AdapterFile:
     def expert(self) -> str | None:
         """The expert that it is for, by its metadata or else its file name; for files whose keys do not contain it."""
         expert = self.supertuner_metadata.get("expert")
-        return str(expert) if expert in EXPERT_BY_SUFFIX.values() else self.expert_from_file_name
+        return str(expert) if expert in expert_names() else self.expert_from_file_name
 
     @property
     def expert_from_file_name(self) -> str | None:
-        return next((expert for end, expert in EXPERT_BY_SUFFIX.items() if self.path.stem.endswith(end)), None)
+        return next((expert for expert in expert_names() if self.path.stem.endswith(f"_{expert}")), None)
 
     @property
     def family(self) -> str:
@@ -105,7 +104,7 @@ def open_adapter(path: Path, family: str | None = None) -> AdapterFile:
         raise ModelError(f"{path}: {error}") from error
     file = AdapterFile(path, reading, {entry.name: entry for entry in entries}, len(header), metadata)
     family_name = str(file.supertuner_metadata.get("family"))
-    own_family = SHARED_LAYERS.get(family_name, family_name)
+    own_family = layers_of(family_name) if family_name in FAMILIES else None
     if family is None and len(reading.families) > 1 and own_family in reading.families:
         return replace(file, reading=read_keys(keys, own_family))
     return file
@@ -128,7 +127,7 @@ def with_expert(file: AdapterFile, expert: str | None) -> AdapterFile:
             raise ModelError(f"{file.path}: its keys are for {' and '.join(key_experts)}, not for {expert}")
         return file
     metadata_expert, file_name_expert = file.supertuner_metadata.get("expert"), file.expert_from_file_name
-    if expert is not None and metadata_expert in EXPERT_BY_SUFFIX.values() and metadata_expert != expert:
+    if expert is not None and metadata_expert in expert_names() and metadata_expert != expert:
         raise ModelError(f"{file.path} was trained for {metadata_expert} by its metadata, not for {expert}")
     if file_name_expert is not None and file_name_expert != (expert or file.expert):
         raise ModelError(

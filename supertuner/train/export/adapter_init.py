@@ -11,13 +11,13 @@ from typing import Final
 
 import xxhash
 
+from supertuner.config.families import layers_of
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import ModelError
 from supertuner.models.adapters.attach import resolve_targets, settings_for_expert
 from supertuner.models.adapters.existing_adapters import ExistingAdapter, check_initial_values, check_merge_frozen
 from supertuner.models.adapters.keys import split_tensor_name
-from supertuner.models.adapters.keys_modules import layer_table_family
 from supertuner.models.adapters.keys_schemes import KeyScheme, spell_tensor
 from supertuner.models.loading import build_meta_module
 from supertuner.models.spec import Expert, Family, ModelDescription, Tensors
@@ -78,12 +78,8 @@ def load_initial_adapters(
 
 def setting_path(settings: AdapterSettings, expert: str, setting: str) -> str:
     """The path of the setting that names an expert's file, as in the configuration."""
-    expert_settings = {"high_noise": settings.high_noise, "low_noise": settings.low_noise}.get(expert)
-    return (
-        f"adapter.{setting}"
-        if expert_settings is None or getattr(expert_settings, setting) is None
-        else f"adapter.{expert}.{setting}"
-    )
+    own = getattr(settings.for_expert(expert), setting) is not None
+    return f"adapter.{expert}.{setting}" if own else f"adapter.{setting}"
 
 
 def load_layer_tensors(path: Path, family: str, expert: str, *, only_expert: bool) -> dict[str, Tensors]:
@@ -117,7 +113,7 @@ def _open_understood_adapter(path: Path, family: str) -> AdapterFile:
 def _refuse_other_family(path: Path, family: str) -> None:
     """ModelError if all keys of the file are those of other families."""
     reading = open_adapter(path).reading
-    if not reading.unknown and layer_table_family(family) not in reading.families:
+    if not reading.unknown and layers_of(family) not in reading.families:
         raise ModelError(
             f"{path} is an adapter for {' or '.join(reading.families)}, and model.family is {family!r}; use a file for "
             "this family"

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
+from supertuner.config.families import FAMILIES, later_experts
 from supertuner.core.errors import ModelError
 from supertuner.models.adapters.keys_convert import adapter_layers
-from supertuner.models.adapters.keys_modules import FAMILY_LAYERS
-from supertuner.models.adapters.keys_schemes import HIGH_NOISE, LOW_NOISE, KeyScheme, spell_tensor
+from supertuner.models.adapters.keys_schemes import KeyScheme, spell_tensor
 from supertuner.train.export.adapter_files import (
     AdapterFile,
     convert_adapter,
@@ -36,8 +36,6 @@ CHUNK_BYTES: Final = 8 << 20
 MODEL_INDEX_FILE: Final = "model_index.json"
 MERGE_SCHEME: Final = KeyScheme("bare", "diffusers", "kohya")
 """Layer names of diffusers, tensor names of LyCORIS, explicit alpha: the form that can be merged layer by layer."""
-SECOND_EXPERT_FOLDER: Final = "transformer_2"
-EXPERT_FOLDERS: Final = ("transformer", SECOND_EXPERT_FOLDER)
 
 
 def merge_adapters(files: Sequence[AdapterFile], base: Path, out: Path, strength: float = 1.0) -> dict[str, int]:
@@ -58,7 +56,7 @@ def merge_adapters(files: Sequence[AdapterFile], base: Path, out: Path, strength
     if out.exists():
         raise ModelError(f"{out} exists; name a new folder with --out")
     adapters = _adapters_by_part(files, base)
-    counts = dict.fromkeys(EXPERT_FOLDERS, 0) if (base / SECOND_EXPERT_FOLDER).is_dir() else {}
+    counts = dict.fromkeys(_expert_folders(base), 0)
     with atomic_folder(out.parent, out.name, lambda there, new: False) as work_dir:
         for entry in sorted(base.iterdir()):
             if entry.name in adapters:
@@ -70,18 +68,28 @@ def merge_adapters(files: Sequence[AdapterFile], base: Path, out: Path, strength
     return counts
 
 
+def _expert_folders(base: Path) -> list[str]:
+    """The folders of the base's experts; none if it has one denoiser."""
+    if not any((base / part).is_dir() for part in later_experts().values()):
+        return []
+    parts = dict.fromkeys(part for record in FAMILIES.values() for part in record.experts.values())
+    return [part for part in parts if (base / part).is_dir()]
+
+
 def _adapters_by_part(files: Sequence[AdapterFile], base: Path) -> dict[str, AdapterFile]:
-    """Folder of the base → adapter to merge into it. A base with two experts needs adapters whose expert is known."""
+    """Folder of the base → adapter to merge into it. If the base has several experts, adapters name theirs."""
     by_part: dict[str, AdapterFile] = {}
-    two_experts = (base / SECOND_EXPERT_FOLDER).is_dir()
+    several_experts = bool(_expert_folders(base))
     for file in files:
-        layout = FAMILY_LAYERS[file.reading.families[0]]
-        if two_experts and LOW_NOISE not in layout.experts:
-            raise ModelError(f"{file.path} is an adapter of {layout.family}, but {base} is a model with two experts")
+        family = file.reading.families[0]
+        part_by_expert = FAMILIES[family].experts
+        if several_experts and not FAMILIES[family].has_several_experts:
+            raise ModelError(f"{file.path} is an adapter of {family}, but {base} is a model with several experts")
         for expert in file.reading.experts:
-            if two_experts and expert is None:
-                raise ModelError(f"{file.path}: {base} has two experts; give --expert {HIGH_NOISE} or {LOW_NOISE}")
-            part = SECOND_EXPERT_FOLDER if expert == LOW_NOISE else layout.component
+            if several_experts and expert is None:
+                choices = " or ".join(part_by_expert)
+                raise ModelError(f"{file.path}: {base} has several experts; give --expert {choices}")
+            part = next(iter(part_by_expert.values())) if expert is None else part_by_expert[expert]
             if not (base / part).is_dir():
                 raise ModelError(f"{file.path} is for {part}, but {base} has no such folder")
             if part in by_part:
@@ -98,9 +106,9 @@ def _merge_part(file: AdapterFile, part: Path, work_dir: Path, strength: float) 
     target = work_dir / part.name
     target.mkdir()
     converted = work_dir / f".{part.name}.adapter"
-    expert = (
-        (LOW_NOISE if part.name == SECOND_EXPERT_FOLDER else HIGH_NOISE) if file.reading.experts != (None,) else None
-    )
+    experts = FAMILIES[file.reading.families[0]].experts.items()
+    marked = file.reading.experts != (None,)
+    expert = next(name for name, component in experts if component == part.name) if marked else None
     convert_adapter(select_expert(file, expert), MERGE_SCHEME, converted)
     adapter = open_adapter(converted, file.reading.families[0])
     layer_keys = {layer.module: layer.keys for layer in adapter_layers(adapter.reading)}

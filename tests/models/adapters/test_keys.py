@@ -7,7 +7,9 @@ from functools import cache
 
 import pytest
 
+from supertuner.config import families as table
 from supertuner.core.errors import ModelError
+from supertuner.models.adapters.family_layers import FAMILY_LAYERS, family_layers
 from supertuner.models.adapters.keys import (
     AdapterTensorName,
     format_key,
@@ -15,20 +17,17 @@ from supertuner.models.adapters.keys import (
     read_keys,
     split_tensor_name,
 )
-from supertuner.models.adapters.keys_modules import FAMILY_LAYERS, fused_members, layer_table_family
+from supertuner.models.adapters.keys_modules import fused_members
 from supertuner.models.adapters.keys_schemes import (
     CANONICAL_TENSORS,
-    COMFYUI_SCHEMES,
     KEY_SCHEMES,
     KEY_STYLES,
     LAYER_NAMINGS,
     TENSOR_SPELLINGS,
     KeyScheme,
     LayerNaming,
-    comfyui_reads,
     spell_tensor,
 )
-from supertuner.models.family_registry import FAMILY_MODULES
 from tests.models.adapters.architectures import FAMILIES, VARIANTS, layers, variant_layers
 
 OF_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -62,7 +61,9 @@ def _row_of(name: str, family: str) -> str:
 
 
 def names_of(family: str, scheme: KeyScheme, tensors: tuple[str, ...]) -> list[AdapterTensorName]:
-    experts = [one for one in KEY_STYLES[scheme.style].prefixes if one is None or one in FAMILY_LAYERS[family].experts]
+    experts = list(FAMILY_LAYERS[family].experts) if scheme.marks_experts else [None]
+    if scheme.marks_experts and len(experts) == 1:
+        return []
     return [
         AdapterTensorName(expert, layer, tensor)
         for expert in experts
@@ -71,10 +72,10 @@ def names_of(family: str, scheme: KeyScheme, tensors: tuple[str, ...]) -> list[A
     ]
 
 
-@pytest.mark.parametrize("family", FAMILY_MODULES)
+@pytest.mark.parametrize("family", table.FAMILIES)
 def test_every_family_has_a_table_of_layers(family: str) -> None:
-    assert layer_table_family(family) in FAMILY_LAYERS and layer_table_family(family) in FAMILIES
-    assert COMFYUI_SCHEMES[layer_table_family(family)] in KEY_SCHEMES
+    assert family_layers(family).family in FAMILIES
+    assert family_layers(family).comfyui_scheme in KEY_SCHEMES
 
 
 @OF_FAMILY
@@ -268,6 +269,8 @@ def test_names_that_a_scheme_cannot_express_raise_an_error() -> None:
 
 @OF_FAMILY
 def test_the_scheme_for_comfyui_is_readable_by_its_rules(family: str) -> None:
-    scheme = KEY_SCHEMES[COMFYUI_SCHEMES[family]]
-    assert comfyui_reads(family, scheme)
-    assert comfyui_reads("wan2.2", KEY_SCHEMES["diffusers"]) is False, "ComfyUI knows no diffusers' names of Wan"
+    scheme = KEY_SCHEMES[FAMILY_LAYERS[family].comfyui_scheme]
+    assert FAMILY_LAYERS[family].comfyui_loads(scheme)
+    assert FAMILY_LAYERS["wan2.2"].comfyui_loads(KEY_SCHEMES["diffusers"]) is False, (
+        "ComfyUI knows no diffusers' names of Wan"
+    )

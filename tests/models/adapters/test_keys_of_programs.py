@@ -18,8 +18,9 @@ from lycoris import LycorisNetwork, create_lycoris
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 from torch import nn
 
+from supertuner.models.adapters.family_layers import FAMILY_LAYERS
 from supertuner.models.adapters.keys import AdapterTensorName, format_key, read_keys
-from supertuner.models.adapters.keys_modules import FAMILY_LAYERS, fused_members
+from supertuner.models.adapters.keys_modules import fused_members
 from supertuner.models.adapters.keys_schemes import KEY_SCHEMES, KeyScheme
 from tests.models.adapters.architectures import architecture, layers
 from tests.models.adapters.modules import flux, wan

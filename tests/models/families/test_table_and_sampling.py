@@ -10,25 +10,26 @@ import pytest
 import torch
 from torch import nn
 
+from supertuner.config.families import FAMILIES
 from supertuner.core.errors import ModelError
 from supertuner.models.families.sampling_common import eval_with_autocast
-from supertuner.models.family_registry import FAMILY_BY_PIPELINE, FAMILY_MODULES, load_family
+from supertuner.models.family_registry import FAMILY_BY_PIPELINE, load_family
 
 CPU = torch.device("cpu")
 
 
 def test_every_family_of_the_table_exists_under_its_name() -> None:
-    assert [load_family(name).name for name in FAMILY_MODULES] == list(FAMILY_MODULES)
+    assert [load_family(name).name for name in FAMILIES] == list(FAMILIES)
 
 
 def test_every_pipeline_of_the_table_exists_in_diffusers_and_has_a_family() -> None:
     assert all(hasattr(diffusers, name) for name in FAMILY_BY_PIPELINE)
-    assert set(FAMILY_BY_PIPELINE.values()) == set(FAMILY_MODULES)
+    assert set(FAMILY_BY_PIPELINE.values()) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", ["wan", None])
 def test_an_unknown_family_raises_an_error_with_the_known_ones(name: str | None) -> None:
-    with pytest.raises(ModelError, match=re.escape("set it to one of " + ", ".join(FAMILY_MODULES))):
+    with pytest.raises(ModelError, match=re.escape("set it to one of " + ", ".join(FAMILIES))):
         load_family(name)
 
 

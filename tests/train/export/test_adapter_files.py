@@ -16,10 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from supertuner.core.errors import ModelError
+from supertuner.models.adapters.family_layers import FAMILY_LAYERS
 from supertuner.models.adapters.keys import AdapterTensorName, format_key, read_keys
 from supertuner.models.adapters.keys_convert import adapter_layers
-from supertuner.models.adapters.keys_modules import FAMILY_LAYERS
-from supertuner.models.adapters.keys_schemes import COMFYUI_SCHEMES, KEY_SCHEMES, KEY_STYLES, KeyScheme, comfyui_reads
+from supertuner.models.adapters.keys_schemes import KEY_SCHEMES, KeyScheme
 from supertuner.models.families.tiny_pipelines import build_pipeline
 from supertuner.models.families.wan22.tiny import TinyWan
 from supertuner.tools.adapter_export import export_adapter
@@ -39,7 +39,7 @@ LAYERS = {"blocks.0.attn1.to_q": (24, 24), "blocks.1.attn2.to_out.0": (24, 24), 
 def wan_lora(scheme: KeyScheme, alpha: float | None, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """A LoRA of both experts, or of one if the scheme has no expert names; all tensors differ."""
     made = {}
-    for number, expert in enumerate(KEY_STYLES[scheme.style].prefixes):
+    for number, expert in enumerate(FAMILY_LAYERS["wan2.2"].experts if scheme.marks_experts else [None]):
         for layer, (outputs, inputs) in LAYERS.items():
             for tensor, value in {
                 "lora_A": random_tensor(RANK, inputs) + number,
@@ -314,8 +314,8 @@ def test_an_export_for_comfyui_has_names_that_comfyui_reads(family: str, tmp_pat
         open_adapter(tmp_path / "a.safetensors", family), "comfyui", tmp_path / "b.safetensors"
     )
     found = open_adapter(made, family)
-    assert count >= 2 and comfyui_reads(family, found.reading.scheme)
-    assert found.reading.scheme.style == KEY_SCHEMES[COMFYUI_SCHEMES[family]].style
+    assert count >= 2 and FAMILY_LAYERS[family].comfyui_loads(found.reading.scheme)
+    assert found.reading.scheme.style == KEY_SCHEMES[FAMILY_LAYERS[family].comfyui_scheme].style
 
 
 def test_dora_is_written_for_comfyui_with_the_only_key_it_reads(tmp_path: Path) -> None:
@@ -325,8 +325,8 @@ def test_dora_is_written_for_comfyui_with_the_only_key_it_reads(tmp_path: Path) 
     [(made, _)] = export_adapter(open_adapter(tmp_path / "a.safetensors"), "comfyui", tmp_path / "b.safetensors")
     written = load_file(made)
     assert written["diffusion_model.blocks.0.self_attn.q.dora_scale"].shape == (24, 1)
-    assert comfyui_reads("wan2.2", open_adapter(made).reading.scheme, dora=True)
-    assert not comfyui_reads("wan2.2", KEY_SCHEMES["original"], dora=True)
+    assert FAMILY_LAYERS["wan2.2"].comfyui_loads(open_adapter(made).reading.scheme, dora=True)
+    assert not FAMILY_LAYERS["wan2.2"].comfyui_loads(KEY_SCHEMES["original"], dora=True)
 
 
 def test_the_expert_of_a_file_must_be_the_requested_one(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from supertuner.core.errors import ModelError
+from supertuner.models.adapters.family_layers import FAMILY_LAYERS
 from supertuner.models.adapters.keys import read_keys
-from supertuner.models.adapters.keys_schemes import KEY_SCHEMES, comfyui_reads
+from supertuner.models.adapters.keys_schemes import KEY_SCHEMES
 from supertuner.tools.adapter_export import export_adapter
 from supertuner.train.export.adapter_files import convert_adapter, open_adapter
 from tests.models.adapters.modules import random_tensor
@@ -42,6 +43,6 @@ def test_metadata_decide_the_family_of_layers_that_families_share(tmp_path: Path
         save_file(tensors, path, {"supertuner": json.dumps({"family": family})})
         assert open_adapter(path).reading.families == ("qwen-image",)
     assert export_adapter(open_adapter(path), "comfyui", out) == [(out, 2)]
-    assert comfyui_reads("qwen-image", read_keys(load_file(out)).scheme)
+    assert FAMILY_LAYERS["qwen-image"].comfyui_loads(read_keys(load_file(out)).scheme)
     save_file(tensors, path, {"supertuner": json.dumps({"family": "wan2.2"})})
     assert len(open_adapter(path).reading.families) > 1, "keys count before metadata"
