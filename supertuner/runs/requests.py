@@ -16,13 +16,12 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, TypeAlias, get_args
 
 from supertuner.core import durable
 from supertuner.core.errors import RunFolderError
 from supertuner.core.events import NullSink, Sink, WarningEvent
-from supertuner.core.types import JSON, escape_for_terminal
+from supertuner.core.types import JSON, CloseOnExit, escape_for_terminal
 
 REQUESTS_FOLDER = "requests"
 ANSWERS_FOLDER = "answers"
@@ -51,7 +50,7 @@ class RequestAnswer:
     """Where the result was written."""
 
 
-class RequestInbox:
+class RequestInbox(CloseOnExit):
     """The job's side. On exit it answers the remaining requests with "ended"."""
 
     def __init__(self, run: Path, sink: Sink | None = None) -> None:
@@ -93,14 +92,6 @@ class RequestInbox:
     def close(self) -> None:
         for request in self.pending():
             self._reply(request.id, RequestAnswer("ended", "the run ended before it could do this"))
-
-    def __enter__(self) -> RequestInbox:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _read_request(self, name: str) -> RunRequest | None:
         match = REQUEST_FILE_NAME.fullmatch(name)

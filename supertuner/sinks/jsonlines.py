@@ -8,11 +8,10 @@ import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 
 from supertuner.core.errors import RunFolderError
 from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NoteEvent, SetAsideEvent, WarningEvent
-from supertuner.core.types import JSON
+from supertuner.core.types import JSON, CloseOnExit
 
 EVENT_NAMES: Mapping[type[Event], str] = {
     DecisionEvent: "decided",
@@ -23,7 +22,7 @@ EVENT_NAMES: Mapping[type[Event], str] = {
 }
 
 
-class JsonLinesFile:
+class JsonLinesFile(CloseOnExit):
     """A file of records, to which several threads may append.
 
     A record is written as a whole line by one write(), so a line without a newline was cut off by a kill or a full
@@ -53,14 +52,6 @@ class JsonLinesFile:
             os.fsync(self._handle)
         finally:
             os.close(self._handle)
-
-    def __enter__(self) -> JsonLinesFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def encode_line(record: Mapping[str, JSON]) -> bytes:

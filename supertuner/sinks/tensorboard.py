@@ -15,12 +15,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from supertuner.core.errors import RunFolderError
 from supertuner.core.events import MEMORY_MEASUREMENT, Event, MeasurementEvent
-from supertuner.core.types import JSON
+from supertuner.core.types import JSON, CloseOnExit
 from supertuner.sinks.training_events import (
     TRAIN_HELD_OUT,
     TRAIN_RATES,
@@ -38,7 +37,7 @@ STEP_SCALARS = ("grad_norm", "rate", "samples_in_window", "samples_per_s", "wait
 EVENT_FILE_PREFIX = "events.out.tfevents."
 
 
-class TensorBoardSink:
+class TensorBoardSink(CloseOnExit):
     """A sink. Each event is flushed at once, so that a kill loses nothing that a checkpoint counts as done."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
@@ -64,14 +63,6 @@ class TensorBoardSink:
         for file in self._files.values():
             file.close()
         self._files = {}
-
-    def __enter__(self) -> TensorBoardSink:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _write(self, name: str, figures: Mapping[str, JSON], summary: Summary) -> None:
         if name not in self._files:

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from supertuner.core.errors import SuperTunerError
 from supertuner.core.events import MEMORY_MEASUREMENT, Event, MeasurementEvent
-from supertuner.core.types import JSON
+from supertuner.core.types import JSON, CloseOnExit
 from supertuner.sinks.training_events import (
     TRAIN_HELD_OUT,
     TRAIN_RATES,
@@ -32,7 +31,7 @@ def require_wandb() -> None:
         raise SuperTunerError(f"report.wandb is set, but the package wandb is not installed; {WANDB_REMEDY}")
 
 
-class WandbSink:
+class WandbSink(CloseOnExit):
     """A sink. A resumed run continues its wandb run; wandb ignores steps that it has already."""
 
     def __init__(self, project: str, name: str, folder: Path, config: Mapping[str, JSON]) -> None:
@@ -64,14 +63,6 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
-
-    def __enter__(self) -> WandbSink:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _log(self, figures: Mapping[str, JSON], values: Mapping[str, object]) -> None:
         self._run.log(dict(values), step=figures["step"])

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from torch.distributed.distributed_c10d import Store
@@ -418,9 +418,7 @@ class TerminationSignals:
     def ignore(self) -> None:
         self._set_handler(signal.SIG_IGN)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._set_handler(signal.SIG_DFL)
 
     def _set_handler(self, handler: object) -> None:

@@ -19,7 +19,7 @@ from torch.cuda.memory import CUDAPluggableAllocator
 from supertuner.core.errors import MemoryEngineError
 from supertuner.core.events import DecisionEvent, MeasurementEvent, NoteEvent, Sink, WarningEvent
 from supertuner.core.host import HostFacts
-from supertuner.core.types import JSON, MIB, bytes_text
+from supertuner.core.types import JSON, MIB, CloseOnExit, bytes_text
 from supertuner.memory.driver import HOST, Driver, DriverError, NotAvailable
 from supertuner.memory.overflow_allocator import reclaim as reclaiming
 from supertuner.memory.overflow_allocator import routing
@@ -91,7 +91,7 @@ def open_overflow_pools(
     return OverflowPools(settings, facts, host, sink, driver, torch_device.index or 0, OverflowPlugin(library))
 
 
-class OverflowPools:
+class OverflowPools(CloseOnExit):
     """One pool for all tensors, and one more for each tensor class with a different access pattern."""
 
     def __init__(
@@ -127,12 +127,6 @@ class OverflowPools:
         self._last_hard_step: int | None = None
         self._has_retired_segments = False
         self._route = self._announce_route(self._open_route())
-
-    def __enter__(self) -> OverflowPools:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the routing. Existing memory stays valid and is freed through the plugin."""

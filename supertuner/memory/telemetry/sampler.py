@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from supertuner.core.events import MEMORY_MEASUREMENT, MeasurementEvent, Sink
 from supertuner.core.host import HostFacts
+from supertuner.core.types import CloseOnExit
 from supertuner.memory.driver import Driver, DriverError, NotAvailable
 from supertuner.memory.nvml import NvmlLibrary
 from supertuner.memory.probe import MachineFacts
@@ -57,7 +58,7 @@ class TelemetrySource(Protocol):
     def close(self) -> None: ...
 
 
-class MemorySampler:
+class MemorySampler(CloseOnExit):
     """Memory telemetry of one process and its GPU. Not valid after a fork: a child process creates its own.
 
     `overflow` returns the allocator's statistics, of which the keys that begin with `uvm.` are used. `hints` returns
@@ -128,12 +129,6 @@ class MemorySampler:
     def close(self) -> None:
         for source in self._sources:
             source.close()
-
-    def __enter__(self) -> MemorySampler:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 class _CallableSource:
