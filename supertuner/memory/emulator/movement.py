@@ -104,10 +104,9 @@ class PageMovement:
         page_numbers, moved = _page_numbers(pages), MoveCounts()
         if page_use.populated_remotely.any():
             self._residency.move_to_gpu(region, page_numbers[page_use.populated_remotely], None, moved)
-        if page_use.arriving.any():
-            self._residency.move_to_host(
-                region, page_numbers[page_use.arriving], page_use.duplicated[page_use.arriving], moved
-            )
+        arriving = page_use.arriving
+        if arriving.any():
+            self._residency.move_to_host(region, page_numbers[arriving], page_use.duplicated[arriving], moved)
         if write and region.kind is MemoryKind.MANAGED:
             self._residency.keep_only_at_host(region, page_numbers)
         self._charge_time(*page_use.page_counts(), moved, by_gpu=False, write=write)
@@ -131,8 +130,7 @@ class PageMovement:
             follow = (region.state[where] == AT_HOST) & ~(region.preferred[where] < 0)
             if follow.any():
                 self._clock.traffic.counter_migrations += 1
-                pages = _page_numbers(where)[follow]
-                self._residency.move_to_gpu(region, pages, None, moved)
+                self._residency.move_to_gpu(region, _page_numbers(where)[follow], None, moved)
         self._clock.wait_until(self._transfer(moved))
 
     def _charge_time(self, local: int, over_link: int, moved: MoveCounts, by_gpu: bool, write: bool) -> None:
