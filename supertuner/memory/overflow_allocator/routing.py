@@ -102,13 +102,12 @@ def process_wide_problem(version: str, begin_function: object) -> str | None:
     if begin_function is None:
         return f"torch {version} has no _cuda_beginAllocateToPool"
     if not OLDEST_TORCH <= parse_version(version) <= NEWEST_TORCH:
-        tested = f"{_version_text(OLDEST_TORCH)} to {_version_text(NEWEST_TORCH)}"
+        tested = f"{version_text(OLDEST_TORCH)} to {version_text(NEWEST_TORCH)}"
         return f"torch {version} is not among the tested versions ({tested})"
     # pybind11 writes the signature into the docstring; there is no other way to inspect it.
-    signature = re.match(
-        r"\w+\((?:\w+: )?(?:self, )?arg0: [^,]+, arg1: [Tt]uple\[.*\]\) -> None", begin_function.__doc__ or ""
-    )
-    if signature is None or "arg2" in (begin_function.__doc__ or ""):
+    signature = begin_function.__doc__ or ""
+    expected = r"\w+\((?:\w+: )?(?:self, )?arg0: [^,]+, arg1: [Tt]uple\[.*\]\) -> None"
+    if not re.match(expected, signature) or "arg2" in signature:
         return f"torch {version} changed the signature of _cuda_beginAllocateToPool"
     return None
 
@@ -145,5 +144,5 @@ def torch_begin_function() -> object | None:
     return getattr(torch._C, "_cuda_beginAllocateToPool", None) if can_undo else None
 
 
-def _version_text(version: tuple[int, int]) -> str:
+def version_text(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
