@@ -67,8 +67,8 @@ def _read_lines(path: Path, parse: Callable[[bytes], _Record]) -> list[_Record]:
         try:
             records.append(parse(line))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            message = f"{path}, line {number} is not a line of a loss log ({error}); remove that line"
-            raise RunFolderError(message) from error
+            problem = f"{path}, line {number} is not a line of a loss log ({error})"
+            raise RunFolderError(f"{problem}; remove that line") from error
     return records
 
 

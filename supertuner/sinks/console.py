@@ -89,9 +89,8 @@ class ConsoleSink(CloseOnExit):
         self._training.stop()
         self.show_decisions()
         for event in self._set_aside[:MAX_SET_ASIDE_SHOWN]:
-            self.print_above(
-                Text.assemble(("set aside ", "yellow"), (escape_for_terminal(event.file), "bold"), f": {event.reason}")
-            )
+            file = escape_for_terminal(event.file)
+            self.print_above(Text.assemble(("set aside ", "yellow"), (file, "bold"), f": {event.reason}"))
         hidden_count = len(self._set_aside) - MAX_SET_ASIDE_SHOWN
         if hidden_count > 0:
             self.print_above(Text(f"and {hidden_count} more files set aside; {self._set_aside_hint}"))

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -76,47 +76,6 @@ class RateStepInputs:
     scratch: ScratchViews
 
 
-class RateStorage(Protocol):
-    """How rates are stored: packed, or in plain fp32 as a reference for tests."""
-
-    lowest: float
-    unit: float
-
-    def entries(self, count: int) -> dict[str, tuple[int, torch.dtype]]:
-        """The state of `count` elements (a multiple of 8): name → length and type."""
-
-    def initialize(self, stored: StoredRates) -> None:
-        """Set all rates to the initial rate."""
-
-    def advance(self, stored: StoredRates, moves: torch.Tensor, inputs: RateStepInputs) -> torch.Tensor:
-        """Move each rate by `moves` bumps (int8: 1, 0 or -1) and return the new rates in units."""
-
-    def read(self, stored: StoredRates, scratch: ScratchViews) -> torch.Tensor:
-        """The current rates in fp32."""
-
-
-class Fp32Rates:
-    """Rates in fp32, four bytes per element."""
-
-    lowest, unit = 0.0, 1.0
-
-    def __init__(self, limits: LearningRateLimits) -> None:
-        self._limits = limits
-
-    def entries(self, count: int) -> dict[str, tuple[int, torch.dtype]]:
-        return {"rates": (count, torch.float32)}
-
-    def initialize(self, stored: StoredRates) -> None:
-        stored["rates"].fill_(self._limits.start)
-
-    def advance(self, stored: StoredRates, moves: torch.Tensor, inputs: RateStepInputs) -> torch.Tensor:
-        rates = stored["rates"].add_(moves.float(), alpha=self._limits.bump)
-        return rates.clamp_(self._limits.lowest, self._limits.highest)
-
-    def read(self, stored: StoredRates, scratch: ScratchViews) -> torch.Tensor:
-        return stored["rates"].clone()
-
-
 class PackedRates:
     """Rates as codes of 10 bits per element."""
 
@@ -131,9 +90,11 @@ class PackedRates:
         """The probability with which a code moves in a step."""
 
     def entries(self, count: int) -> dict[str, tuple[int, torch.dtype]]:
+        """The state of `count` elements (a multiple of 8): name → length and type."""
         return {"low": (count, torch.uint8), "high": (count // 4, torch.uint8)}
 
     def initialize(self, stored: StoredRates) -> None:
+        """Set all rates to the initial rate."""
         start_code = self.encode(self._start)
         stored["low"].fill_(start_code % 256)
         stored["high"].fill_(start_code // 256 * 0b01010101)  # the same two bits four times
@@ -142,6 +103,7 @@ class PackedRates:
         return max(0, min(self.max_code, round((rate - self.lowest) / self.unit)))
 
     def advance(self, stored: StoredRates, moves: torch.Tensor, inputs: RateStepInputs) -> torch.Tensor:
+        """Move each rate by `moves` bumps (int8: 1, 0 or -1) and return the new rates in units."""
         codes = unpack_codes(stored, inputs.scratch)
         if self.move_probability < 1.0:
             moves = moves * (inputs.noise() < self._noise_threshold(inputs.step))
@@ -150,6 +112,7 @@ class PackedRates:
         return inputs.scratch.rates.copy_(codes).add_(self.lowest / self.unit)
 
     def read(self, stored: StoredRates, scratch: ScratchViews) -> torch.Tensor:
+        """The current rates in fp32."""
         return unpack_codes(stored, scratch).to(torch.float32).mul_(self.unit).add_(self.lowest)
 
     def convert(self, stored: StoredRates, scratch: ScratchViews, lowest: float, unit: float) -> None:
