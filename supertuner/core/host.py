@@ -20,9 +20,7 @@ class HostFacts:
 
     def cpus(self) -> int:
         """Number of CPUs that this process may use: its affinity mask, limited by a cgroup quota."""
-        allowed = len(os.sched_getaffinity(0))
-        quota = self._cpu_quota()
-        return max(1, min(allowed, quota if quota is not None else allowed))
+        return max(1, min_known(len(os.sched_getaffinity(0)), self._cpu_quota()) or 1)
 
     def memory_total(self) -> int | None:
         """Bytes of RAM of the machine, or of the container if it has less."""

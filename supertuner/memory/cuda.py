@@ -89,7 +89,7 @@ def start_driver(bindings: ModuleType, move_pages: MovePages) -> CudaDriver | No
     """Initialise the driver behind these bindings."""
     driver = CudaDriver(bindings, move_pages)
     try:
-        driver.initialise()
+        _call(bindings.cuInit, 0)
         device_count, version = driver.device_count(), driver.version()
     except DriverError as error:
         if error.name == "CUDA_ERROR_NO_DEVICE":
@@ -115,9 +115,6 @@ class CudaDriver:
         self._contexts: dict[int, Any] = {}
         self._streams: dict[int, Any] = {}
         self._system_blocks: dict[int, mmap.mmap] = {}
-
-    def initialise(self) -> None:
-        _call(self._cuda.cuInit, 0)
 
     def device_count(self) -> int:
         return int(_call(self._cuda.cuDeviceGetCount))

@@ -91,13 +91,14 @@ class EmulatorClock:
             self._to_device_free_at = self._to_host_free_at = arrival_s
         return arrival_s
 
-    def use_gpu_memory(self, nbytes: int, write: bool) -> None:
-        self.traffic.gpu_bytes += nbytes
-        self.now += self._seconds_for(nbytes, "gpu_write_bytes_s" if write else "gpu_read_bytes_s")
-
-    def use_host_memory(self, nbytes: int) -> None:
-        self.traffic.host_bytes += nbytes
-        self.now += self._seconds_for(nbytes, "host_bytes_s")
+    def use_memory(self, nbytes: int, by_gpu: bool, write: bool) -> None:
+        """A processor accesses its own memory."""
+        if by_gpu:
+            self.traffic.gpu_bytes += nbytes
+            self.now += self._seconds_for(nbytes, "gpu_write_bytes_s" if write else "gpu_read_bytes_s")
+        else:
+            self.traffic.host_bytes += nbytes
+            self.now += self._seconds_for(nbytes, "host_bytes_s")
 
     def _seconds_for(self, nbytes: int, figure: str) -> float:
         if not nbytes:

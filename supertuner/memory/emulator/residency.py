@@ -65,9 +65,6 @@ class PageResidency:
         self.gpu_used += nbytes
         return True
 
-    def unreserve(self, nbytes: int) -> None:
-        self.gpu_used -= nbytes
-
     def add_region(self, region: MemoryRegion) -> None:
         """Add a region whose pages can be on either side."""
         self.movable_bytes += region.pages * self._page_bytes
@@ -99,7 +96,7 @@ class PageResidency:
         missing = (region.state[pages] & ON_GPU) == 0
         need = int(np.count_nonzero(missing)) * self._page_bytes
         if region.kind is MemoryKind.SYSTEM:
-            self._move_what_fits(region, pages[missing], moved)
+            self._move_what_fits(region, pages[missing], None, moved)
         elif self._has_fixed_place(region) or need <= self.gpu_free:
             self._put_on_gpu(region, pages[missing], _select(keep, missing), moved)
             self._mark_recent(region, pages if self._parameters.hits_refresh else pages[missing])
@@ -156,7 +153,9 @@ class PageResidency:
         out.
         """
         eviction_pass, done = EvictionPass.from_pages(region, pages), 0
-        if len(eviction_pass.blocks) > FEW_BLOCKS and not self._has_copies and self._host_has_room_for_all():
+        # No eviction can fail half-way if everything evicted fits into host memory.
+        host_has_room = self._machine.host_bytes is None or self.movable_bytes <= self._machine.host_bytes
+        if len(eviction_pass.blocks) > FEW_BLOCKS and not self._has_copies and host_has_room:
             free_pages = self.gpu_free // self._page_bytes
             swept = sweep_blocks(self._lru_blocks, eviction_pass, free_pages, self._parameters.hits_refresh)
             self._apply_sweep(eviction_pass, swept, moved)
@@ -189,10 +188,6 @@ class PageResidency:
         moved.evicted += swept.to_host
         moved.arrived += swept.arrived
 
-    def _host_has_room_for_all(self) -> bool:
-        """Whether everything evicted fits into host memory, so that no eviction can fail half-way."""
-        return self._machine.host_bytes is None or self.movable_bytes <= self._machine.host_bytes
-
     def _move_block(self, region: MemoryRegion, pages: PageNumbers, keep: PageMask | None, moved: MoveCounts) -> None:
         """Bring pages of one block, evicting older blocks; once none is left, the remaining pages stay at the host."""
         missing = (region.state[pages] & ON_GPU) == 0
@@ -201,21 +196,26 @@ class PageResidency:
             self._lru_blocks.move_to_end(block)
         # The block itself was moved to the end of the order above, so it is never its own victim while an older one
         # exists.
-        missing_pages, keep_missing = pages[missing], _select(keep, missing)
+        missing_pages = pages[missing]
         while len(missing_pages) * self._page_bytes > self.gpu_free:
             if next(iter(self._lru_blocks), block) == block:  # no other block is left
                 break
             self._evict_oldest(moved)
-        room = self.gpu_free // self._page_bytes
-        self._put_on_gpu(region, missing_pages[:room], _select(keep_missing, slice(room)), moved)
-        self._keep_on_host(region, missing_pages[room:], moved)
+        self._move_what_fits(region, missing_pages, _select(keep, missing), moved)
         if region.gpu_pages[block - region.first_block]:
             self._lru_blocks[block] = region
 
-    def _move_what_fits(self, region: MemoryRegion, pages: PageNumbers, moved: MoveCounts) -> None:
+    def _move_what_fits(
+        self, region: MemoryRegion, pages: PageNumbers, keep: PageMask | None, moved: MoveCounts
+    ) -> None:
         room = self.gpu_free // self._page_bytes
-        self._put_on_gpu(region, pages[:room], None, moved)
-        self._keep_on_host(region, pages[room:], moved)
+        self._put_on_gpu(region, pages[:room], _select(keep, slice(room)), moved)
+        rest = pages[room:]
+        if len(rest):
+            moved.unplaced += len(rest)
+            fresh = rest[region.state[rest] == 0]
+            self._charge_host(len(fresh))
+            region.state[fresh] = AT_HOST
 
     def _put_on_gpu(self, region: MemoryRegion, pages: PageNumbers, keep: PageMask | None, moved: MoveCounts) -> None:
         """Put absent pages on the GPU. The caller has made room."""
@@ -227,14 +227,6 @@ class PageResidency:
         region.state[pages] = state | ON_GPU
         self._count_gpu_pages(region, pages, 1)
         self._remove_from_host(region, pages if keep is None else pages[~keep])
-
-    def _keep_on_host(self, region: MemoryRegion, pages: PageNumbers, moved: MoveCounts) -> None:
-        if not len(pages):
-            return
-        moved.unplaced += len(pages)
-        fresh = pages[region.state[pages] == 0]
-        self._charge_host(len(fresh))
-        region.state[fresh] = AT_HOST
 
     def _evict_oldest(self, moved: MoveCounts) -> None:
         block, region = next(iter(self._lru_blocks.items()))

@@ -183,7 +183,7 @@ class EmulatedSuperchip:
             if region.kind is not MemoryKind.DEVICE:
                 self._residency.remove_region(region)
             if self._reserves_gpu_memory(region.kind):
-                self._residency.unreserve(self._round_to_pages(region.span.nbytes))
+                self._residency.gpu_used -= self._round_to_pages(region.span.nbytes)
 
     def memory_kind_at(self, address: int) -> MemoryKind:
         with self._call("memory_kind_at"):

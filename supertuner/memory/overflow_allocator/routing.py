@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -23,24 +23,8 @@ NEWEST_TORCH: Final = (2, 15)
 """The latest version with which the private call was tested."""
 
 
-class AllocationRoute(Protocol):
-    """Routes allocations to one pool at a time."""
-
-    description: str
-
-    def begin(self, pool: torch.cuda.MemPool) -> None: ...
-
-    def end(self, pool: torch.cuda.MemPool) -> None: ...
-
-    def switch(self, before: torch.cuda.MemPool, after: torch.cuda.MemPool) -> None:
-        """Change from one pool to another. Every allocation is routed to one of the two at any time."""
-
-    def close(self) -> None:
-        """Restore torch's previous state."""
-
-
 class ProcessWideRoute:
-    """Routes every thread and stream of the process, including autograd's threads."""
+    """Routes every thread and stream of the process, including autograd's threads, to one pool at a time."""
 
     description = "every thread's allocations"
 
@@ -55,11 +39,12 @@ class ProcessWideRoute:
         _torch_c_function("_cuda_releasePool")(self._device, pool.id)  # each begin adds a reference to the pool
 
     def switch(self, before: torch.cuda.MemPool, after: torch.cuda.MemPool) -> None:
+        """Change from one pool to another. Every allocation is routed to one of the two at any time."""
         self.begin(after)  # torch uses the pool that began first, so nothing changes until `end`
         self.end(before)
 
     def close(self) -> None:
-        pass
+        """Restore torch's previous state."""
 
 
 class ThreadLocalRoute:
@@ -88,6 +73,9 @@ class ThreadLocalRoute:
 
     def close(self) -> None:
         self._multithreading.__exit__(None, None, None)
+
+
+AllocationRoute: TypeAlias = ProcessWideRoute | ThreadLocalRoute
 
 
 def parse_version(text: str) -> tuple[int, int]:

@@ -33,9 +33,8 @@ class _CounterConfig(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint32) for name in ("scope", "kind", "device", "enable"))
 
 
-BufferRequestedCallback = ctypes.CFUNCTYPE(
-    None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
-)
+_SIZE_POINTER = ctypes.POINTER(ctypes.c_size_t)
+BufferRequestedCallback = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_void_p), _SIZE_POINTER, _SIZE_POINTER)
 BufferCompletedCallback = ctypes.CFUNCTYPE(
     None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
 )
@@ -79,10 +78,8 @@ class CuptiCounters:
         self._totals = dict.fromkeys(COUNTERS.values(), 0)
         self._unread_bytes = 0
         self._open = False
-        self._callbacks = (
-            BufferRequestedCallback(self._on_buffer_requested),
-            BufferCompletedCallback(self._on_buffer_completed),
-        )
+        requested, completed = self._on_buffer_requested, self._on_buffer_completed
+        self._callbacks = (BufferRequestedCallback(requested), BufferCompletedCallback(completed))
 
     def start(self, device: int) -> str | None:
         """Register, configure and enable the counters; return CUPTI's text for the first error, or None."""

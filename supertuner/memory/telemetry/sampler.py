@@ -74,9 +74,9 @@ class MemorySampler(CloseOnExit):
             sources.append(lambda: _overflow_figures(overflow()))
         if hints is not None:
             sources.append(lambda: _with_prefix("hints", hints()))
-        index = _nvml_index(facts, gpu.device)
-        if not isinstance(nvml, NotAvailable) and index is not None:
-            sources.append(lambda: _with_prefix("nvml", nvml.sample(index)))
+        nvml_gpu = next((known.nvml for known in facts.gpus if known.device.number == gpu.device), None)
+        if not isinstance(nvml, NotAvailable) and nvml_gpu is not None:
+            sources.append(lambda: _with_prefix("nvml", nvml.sample(nvml_gpu.index)))
         if not isinstance(cupti, NotAvailable):
             sources.append(lambda: _with_prefix("cupti", cupti.sample()))
         self._sources = sources
@@ -144,8 +144,3 @@ def _overflow_figures(stats: Mapping[str, Any]) -> TelemetryFigures:
 
 def _with_prefix(prefix: str, figures: Mapping[str, float]) -> TelemetryFigures:
     return {f"{prefix}.{name}": value for name, value in figures.items()}
-
-
-def _nvml_index(facts: MachineFacts, device: int) -> int | None:
-    known = (gpu.nvml.index for gpu in facts.gpus if gpu.device.number == device and gpu.nvml is not None)
-    return next(known, None)

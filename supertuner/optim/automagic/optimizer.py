@@ -75,8 +75,7 @@ class Automagic(torch.optim.Optimizer):
             updates = _scaled_updates(batch, gradient, scratch.updates, factor)
             moves = _rate_moves(batch, gradient, scratch, fresh)
             draw = partial(random_bits.draw, batch.keys, padded_count(batch.count))
-            inputs = packed_rates.RateStepInputs(step, partial(draw, MOVE_RATES), scratch)
-            rates = self._rates.advance(batch.state, moves, inputs)
+            rates = self._rates.advance(batch.state, moves, step, partial(draw, MOVE_RATES), scratch)
             _apply_updates(batch, updates, rates, factor * decay, partial(draw, ROUND_WEIGHTS))
         group["updates"] = step + 1
         self._release_workspaces()

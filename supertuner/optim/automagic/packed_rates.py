@@ -67,15 +67,6 @@ class LearningRateSpread:
         return {"mean": self.mean, "lowest": self.lowest, **quantiles, "highest": self.highest}
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class RateStepInputs:
-    """The inputs of one step that are the same for all rates of a tensor."""
-
-    step: int
-    noise: NoiseSource
-    scratch: ScratchViews
-
-
 class PackedRates:
     """Rates as codes of 10 bits per element."""
 
@@ -102,14 +93,16 @@ class PackedRates:
     def encode(self, rate: float) -> int:
         return max(0, min(self.max_code, round((rate - self.lowest) / self.unit)))
 
-    def advance(self, stored: StoredRates, moves: torch.Tensor, inputs: RateStepInputs) -> torch.Tensor:
+    def advance(
+        self, stored: StoredRates, moves: torch.Tensor, step: int, noise: NoiseSource, scratch: ScratchViews
+    ) -> torch.Tensor:
         """Move each rate by `moves` bumps (int8: 1, 0 or -1) and return the new rates in units."""
-        codes = unpack_codes(stored, inputs.scratch)
+        codes = unpack_codes(stored, scratch)
         if self.move_probability < 1.0:
-            moves = moves * (inputs.noise() < self._noise_threshold(inputs.step))
-        codes.add_(inputs.scratch.high_bits.copy_(moves)).clamp_(0, self.max_code)
-        pack_codes(codes, stored, inputs.scratch)
-        return inputs.scratch.rates.copy_(codes).add_(self.lowest / self.unit)
+            moves = moves * (noise() < self._noise_threshold(step))
+        codes.add_(scratch.high_bits.copy_(moves)).clamp_(0, self.max_code)
+        pack_codes(codes, stored, scratch)
+        return scratch.rates.copy_(codes).add_(self.lowest / self.unit)
 
     def read(self, stored: StoredRates, scratch: ScratchViews) -> torch.Tensor:
         """The current rates in fp32."""
