@@ -43,15 +43,9 @@ class BulkReader:
     ) -> list[FileReadResult]:
         """Read `nbytes` bytes at `offsets` of each file into the buffer at `buffer_offsets`. A shorter file is read to
         its end."""
-        assert all(
-            0 <= buffer_offset <= buffer_offset + size <= len(self._buffer)
-            for buffer_offset, size in zip(buffer_offsets, nbytes, strict=True)
-        )
+        self._check_inside(buffer_offsets, nbytes)
         if self._library is None:
-            return [
-                self._read_file(*file_request)
-                for file_request in zip(paths, offsets, nbytes, buffer_offsets, strict=True)
-            ]
+            return [self._read_file(*file) for file in zip(paths, offsets, nbytes, buffer_offsets, strict=True)]
         count = len(paths)
         names = (ctypes.c_char_p * count)(*map(os.fsencode, paths))
         facts, errors = (ctypes.c_int64 * (3 * count))(), (ctypes.c_int64 * count)()
@@ -60,16 +54,12 @@ class BulkReader:
         self._library.supertuner_read_files(
             n, names, _int64_array(offsets), _int64_array(nbytes), buffer, _int64_array(buffer_offsets), facts, errors
         )
-        facts_list = list(facts)
-        rows = zip(list(errors), facts_list[0::3], facts_list[1::3], facts_list[2::3], strict=True)
+        rows = zip(errors, facts[0::3], facts[1::3], facts[2::3], strict=True)
         return [FileReadResult(error, size, mtime, bool(regular)) for error, size, mtime, regular in rows]
 
     def write(self, fd: int, buffer_offsets: Sequence[int], nbytes: Sequence[int], offsets: Sequence[int]) -> None:
         """Write `nbytes` bytes of the buffer at `buffer_offsets` to the file at `offsets`. Raises OSError."""
-        assert all(
-            0 <= buffer_offset <= buffer_offset + size <= len(self._buffer)
-            for buffer_offset, size in zip(buffer_offsets, nbytes, strict=True)
-        )
+        self._check_inside(buffer_offsets, nbytes)
         if self._library is None:
             for buffer_offset, size, offset in zip(buffer_offsets, nbytes, offsets, strict=True):
                 write_all(fd, self.view[buffer_offset : buffer_offset + size], offset)
@@ -81,16 +71,15 @@ class BulkReader:
         if error:
             raise OSError(error, os.strerror(error))
 
+    def _check_inside(self, buffer_offsets: Sequence[int], nbytes: Sequence[int]) -> None:
+        ranges = zip(buffer_offsets, nbytes, strict=True)
+        assert all(0 <= begin <= begin + size <= len(self._buffer) for begin, size in ranges)
+
     def _read_file(self, path: str, offset: int, nbytes: int, buffer_offset: int) -> FileReadResult:
         try:
             fd = os.open(path, READ_FLAGS)
             try:
-                done = 0
-                while done < nbytes:
-                    count = os.preadv(fd, [self.view[buffer_offset + done : buffer_offset + nbytes]], offset + done)
-                    if not count:
-                        break
-                    done += count
+                read_all(fd, self.view[buffer_offset : buffer_offset + nbytes], offset)
                 status = os.fstat(fd)
             finally:
                 os.close(fd)
@@ -114,20 +103,15 @@ def read_all(fd: int, into: memoryview, offset: int) -> int:
 def write_all(fd: int, content: bytes | memoryview, offset: int) -> None:
     """Write all of `content` with pwrite. (Writing through a memory map raises SIGBUS on a full tmpfs; this,
     OSError.)"""
-    done = os.pwrite(fd, content, offset)
-    if done == len(content):
-        return
-    rest = memoryview(content)
+    done, view = 0, memoryview(content)
     while done < len(content):
-        done += os.pwrite(fd, rest[done:], offset + done)
+        done += os.pwrite(fd, view[done:], offset + done)
 
 
 def find_native_library() -> Path | None:
     """The path of the C library; None if it was not built when the package was installed."""
-    here = Path(__file__)
-    return next(
-        (path for suffix in EXTENSION_SUFFIXES if (path := here.with_name(f"_bulk_io{suffix}")).is_file()), None
-    )
+    candidates = (Path(__file__).with_name(f"_bulk_io{suffix}") for suffix in EXTENSION_SUFFIXES)
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def _int64_array(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:

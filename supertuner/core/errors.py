@@ -69,59 +69,59 @@ class OptionError(SuperTunerError):
 
 
 class RunFolderError(SuperTunerError):
-    pass
+    """A run folder is in use, is damaged, or belongs to another run."""
 
 
 class SourceError(SuperTunerError):
-    pass
+    """The files of a dataset are unusable: the folder is missing or empty, metadata are unreadable."""
 
 
 class StageError(SuperTunerError):
-    pass
+    """A dataset could not be staged."""
 
 
 class DoesNotFitError(StageError):
-    pass
+    """Memory, tmpfs, disk or `memory_limit_gb` is too small; says how much is missing."""
 
 
 class TooManyBrokenFilesError(StageError):
-    pass
+    """More files were set aside than `max_broken_share` allows."""
 
 
 class BrokenMediaError(SuperTunerError):
-    pass
+    """The content of one file is broken; the file is set aside."""
 
 
 class ModelError(SuperTunerError):
-    pass
+    """A model is missing, gated, damaged, of another family, or does not suit the data."""
 
 
 class CacheError(SuperTunerError):
-    pass
+    """A cache of encoded samples cannot be built or is not valid."""
 
 
 class MemoryEngineError(SuperTunerError):
-    pass
+    """This machine does not support a requested memory feature: overflow, hints."""
 
 
 class TrainError(SuperTunerError):
-    pass
+    """Training cannot start or continue."""
 
 
 class NonFiniteError(TrainError):
-    pass
+    """Losses or gradients are not finite, too many times in a row."""
 
 
 class CheckpointError(SuperTunerError):
-    pass
+    """A checkpoint cannot be written, or is damaged."""
 
 
 class PeerError(SuperTunerError):
-    pass
+    """Another process of the run failed or exited; carries its message."""
 
 
 class CollectiveError(SuperTunerError):
-    pass
+    """This process failed in a collective operation, so no rank can continue."""
 
 
 class BaselineError(SuperTunerError):
@@ -129,23 +129,23 @@ class BaselineError(SuperTunerError):
 
 
 class ArenaError(SuperTunerError):
-    pass
+    """A problem of an arena on this node."""
 
 
 class ArenaMissingError(ArenaError):
-    pass
+    """No committed arena of that name."""
 
 
 class ArenaExistsError(ArenaError):
-    pass
+    """An arena of that name exists already."""
 
 
 class ArenaBusyError(ArenaError):
-    pass
+    """Another process builds, reads or removes it."""
 
 
 class ArenaFullError(ArenaError):
-    pass
+    """The memory or disk is full."""
 
 
 class ArenaDamagedError(ArenaError):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Final, Protocol, TypeAlias
 
 from supertuner.core.types import JSON
@@ -63,16 +63,10 @@ class Sink(Protocol):
     def emit(self, event: Event, /) -> None: ...
 
 
-class ProgressPhase(Protocol):
+class ProgressPhase(AbstractContextManager["ProgressPhase"], Protocol):
     """A phase of work whose progress is shown. A context manager: leaving it ends the display."""
 
     def advance(self, items: int = 0, nbytes: int = 0) -> None: ...
-
-    def __enter__(self) -> ProgressPhase: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 class Progress(Protocol):
@@ -90,16 +84,11 @@ class NullSink:
         return _NullPhase()
 
 
-class _NullPhase:
+class _NullPhase(ProgressPhase):
     def advance(self, items: int = 0, nbytes: int = 0) -> None:
         pass
 
-    def __enter__(self) -> ProgressPhase:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
 

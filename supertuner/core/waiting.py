@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from enum import Enum
-from types import TracebackType
 from typing import NamedTuple
 
 
@@ -41,9 +40,7 @@ class _MarkedBlock:
         self._marks: list[ThreadMark] = vars(threading.current_thread()).setdefault(_ATTRIBUTE, [])
         self._marks.append(self._mark)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._marks.pop()
 
 

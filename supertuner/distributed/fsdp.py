@@ -116,24 +116,20 @@ class FsdpSharder:
         # module (None) keeps them gathered until then.
         self._fully_shard(module, set(ignored_params), None if reshard else False)
 
-    def _fully_shard(
-        self, module: nn.Module, ignored_params: set[nn.Parameter], reshard_after_forward: bool | None
-    ) -> None:
+    def _fully_shard(self, module: nn.Module, ignored: set[nn.Parameter], reshard: bool | None) -> None:
         module.register_forward_hook(_clone_output_views)  # runs before FSDP's hook
+        offload_policy = OffloadPolicy()
+        if self.settings.cpu_offload:
+            offload_policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         fully_shard(
             module,
             mesh=self.mesh,
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=reshard,
             # autocast decides the dtype layer by layer, as in a run with one process.
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
-            offload_policy=self._offload_policy(),
-            ignored_params=ignored_params,
+            offload_policy=offload_policy,
+            ignored_params=ignored,
         )
-
-    def _offload_policy(self) -> OffloadPolicy:
-        if not self.settings.cpu_offload:
-            return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
 
 
 class FsdpGradientReduction(ReplicatedGradientReduction):
@@ -259,12 +255,10 @@ def require_fsdp_supported(config: RunConfig) -> None:
             f'optimizer.name is "{name}", adapter.type "full" and parallel.strategy "fsdp": this optimizer needs whole '
             f'tensors, and each rank has only some rows; use {others}, an adapter, or parallel.strategy: "ddp"'
         )
-    plan_overrides = {
-        setting: value for setting, value in config.plan.explicit_choices.items() if setting != "idle_experts"
-    }
-    if config.plan.act != "never" and plan_overrides:
-        settings_text = ", ".join(f"plan.{setting}: {value}" for setting, value in plan_overrides.items())
+    choices = config.plan.explicit_choices.items()
+    plan_settings = ", ".join(f"plan.{name}: {value}" for name, value in choices if name != "idle_experts")
+    if config.plan.act != "never" and plan_settings:
         raise TrainError(
-            f'parallel.strategy is "fsdp", and {settings_text} asks for an offload plan: FSDP moves weights itself; '
+            f'parallel.strategy is "fsdp", and {plan_settings} asks for an offload plan: FSDP moves weights itself; '
             'leave it out (see parallel.cpu_offload), or set parallel.strategy: "ddp"'
         )

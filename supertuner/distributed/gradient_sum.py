@@ -67,14 +67,13 @@ def _all_reduce_on_device(parameters: Sequence[nn.Parameter], total_loss: torch.
     with waiting_for_other_ranks("agreement on gradients"):
         dist.all_reduce(locations, dist.ReduceOp.MAX)
     devices = {ON_DEVICE: total_loss.device, ON_HOST: torch.device("cpu")}
-    participating = [
-        (parameter, devices[location])
+    gradients = {
+        parameter: _gradient_or_zeros(parameter, devices[location])
         for parameter, location in zip(parameters, locations.tolist(), strict=True)
         if location
-    ]
-    gradients = [_gradient_or_zeros(parameter, device) for parameter, device in participating]
-    all_reduce_tensors([total_loss, *gradients])
-    for (parameter, _), gradient in zip(participating, gradients, strict=True):
+    }
+    all_reduce_tensors([total_loss, *gradients.values()])
+    for parameter, gradient in gradients.items():
         parameter.grad = gradient.to(parameter.device)
 
 

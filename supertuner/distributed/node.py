@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from supertuner.arena.home import ArenaHome, default_home
 from supertuner.arena.node_peers import NO_PEERS, NodePeers, join_node_peers
@@ -40,9 +41,8 @@ def ranks_on_same_node(locations: Sequence[RankLocation], rank: int) -> list[int
         leaders = [r for r, place in enumerate(locations) if place.machine == machine and place.local_rank == 0]
         return max((leader for leader in leaders if leader <= rank), default=rank)
 
-    return sorted(
-        (r for r in range(len(locations)) if leader_of(r) == leader_of(rank)), key=lambda r: locations[r].local_rank
-    )
+    same_node = (r for r in range(len(locations)) if leader_of(r) == leader_of(rank))
+    return sorted(same_node, key=lambda r: locations[r].local_rank)
 
 
 @contextmanager
@@ -53,18 +53,15 @@ def open_node_peers(config: RunConfig, process_group: ProcessGroup) -> Iterator[
         return
     introduction = {"machine": machine_id(), "local_rank": process_group.local_rank, "job": uuid.uuid4().hex}
     introductions = [json.loads(content) for content in process_group.all_gather(json.dumps(introduction).encode())]
-    node_ranks = ranks_on_same_node(
-        [RankLocation(facts["machine"], facts["local_rank"]) for facts in introductions], process_group.rank
-    )
+    locations = [RankLocation(facts["machine"], facts["local_rank"]) for facts in introductions]
+    node_ranks = ranks_on_same_node(locations, process_group.rank)
     if len(node_ranks) == 1:
         barrier(process_group)
         yield NO_PEERS
         return
     home = ArenaHome(config.arena.home or default_home())
-    name = f"{introductions[0]['job']}-{node_ranks[0]}"
-    with join_node_peers(
-        home, name, node_ranks.index(process_group.rank), len(node_ranks), lambda: barrier(process_group)
-    ) as peers:
+    name, number = f"{introductions[0]['job']}-{node_ranks[0]}", node_ranks.index(process_group.rank)
+    with join_node_peers(home, name, number, len(node_ranks), partial(barrier, process_group)) as peers:
         yield peers
 
 

@@ -47,11 +47,10 @@ def _open_store(launch_env: LauncherEnvironment, timeout_s: float) -> Store:
     arrival_keys = [f"met/{rank}" for rank in range(launch_env.world_size)]
     job_store: Store | None = None
     try:
-        job_store = (
-            _serve_job_store(launcher_store, arrival_keys, timeout_s)
-            if launch_env.is_main_process
-            else _request_job_store(launcher_store, launch_env, timeout)
-        )
+        if launch_env.is_main_process:
+            job_store = _serve_job_store(launcher_store, arrival_keys, timeout_s)
+        else:
+            job_store = _request_job_store(launcher_store, launch_env, timeout)
         job_store.set(arrival_keys[launch_env.rank], "")
         job_store.wait(arrival_keys, timeout)
     except RuntimeError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,19 +56,13 @@ def require_same_config(process_group: ProcessGroup, settings: Mapping[str, str]
 
 
 def _differences(settings_by_rank: Sequence[Mapping[str, str]]) -> Sequence[ConfigProblem]:
-    first = settings_by_rank[0]
     problems = []
     for name in sorted({name for settings in settings_by_rank for name in settings}):
-        other_rank = next(
-            (rank for rank, settings in enumerate(settings_by_rank) if settings.get(name) != first.get(name)), None
-        )
-        if other_rank is not None:
-            first_value, other_value = first.get(name, "not set"), settings_by_rank[other_rank].get(name, "not set")
-            problems.append(
-                ConfigProblem(
-                    name, f"{first_value} for rank 0, {other_value} for rank {other_rank}; start all with the same"
-                )
-            )
+        values = [settings.get(name, "not set") for settings in settings_by_rank]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            difference = f"{values[0]} for rank 0, {values[other]} for rank {other}"
+            problems.append(ConfigProblem(name, f"{difference}; start all with the same"))
     return problems[:MAX_DIFFERENCES]
 
 
@@ -78,13 +73,11 @@ def require_same_data(process_group: ProcessGroup, peers: NodePeers, corpora: Se
     """
     if process_group.world_size == 1:
         return
-    parts = [part for corpus in corpora for part in corpus.datasets]
-    own_digests = (
-        {part.samples.id: [len(part.samples), _dataset_digest(part)] for part in parts} if peers.is_first else None
-    )
-    messages = [
-        json.loads(content) for content in process_group.all_gather(json.dumps([machine_id(), own_digests]).encode())
-    ]
+    digests = None
+    if peers.is_first:
+        parts = [part for corpus in corpora for part in corpus.datasets]
+        digests = {part.samples.id: [len(part.samples), _dataset_digest(part)] for part in parts}
+    messages = _all_gather_json(process_group, [machine_id(), digests])
     digests_by_machine = [(machine.split()[0], data) for machine, data in messages if data is not None]
     first_machine, expected = digests_by_machine[0]
     for machine, data in digests_by_machine:
@@ -105,16 +98,12 @@ def _dataset_digest(part: CorpusDataset) -> str:
     return digest.hexdigest()
 
 
-def require_same_weights(
-    process_group: ProcessGroup, step: int, trainable_experts: Mapping[str, TrainableExpert]
-) -> None:
+def require_same_weights(process_group: ProcessGroup, step: int, experts: Mapping[str, TrainableExpert]) -> None:
     """TrainError, naming the rank, unless all ranks start at this step with the same weights."""
     if process_group.world_size == 1:
         return
-    facts = {"step": str(step)}
-    for expert, trainable in trainable_experts.items():
-        facts[f"weights of {expert}"] = _weights_digest(trainable)
-    _require_same_facts(process_group, facts)
+    digests = {f"weights of {name}": _weights_digest(expert) for name, expert in experts.items()}
+    _require_same_facts(process_group, {"step": str(step), **digests})
 
 
 def require_same_unsharded_weights(process_group: ProcessGroup, trainable: TrainableExpert) -> None:
@@ -123,7 +112,7 @@ def require_same_unsharded_weights(process_group: ProcessGroup, trainable: Train
 
 
 def _require_same_facts(process_group: ProcessGroup, facts: Mapping[str, str]) -> None:
-    first, *others = [json.loads(message) for message in process_group.all_gather(json.dumps(facts).encode())]
+    first, *others = _all_gather_json(process_group, facts)
     for rank, other in enumerate(others, start=1):
         differs = [name for name in first if first[name] != other.get(name)]
         if differs:
@@ -132,6 +121,10 @@ def _require_same_facts(process_group: ProcessGroup, facts: Mapping[str, str]) -
                 f"rank {rank} starts differently from rank 0: {shown}; give every node the same model, adapters and "
                 "checkpoints"
             )
+
+
+def _all_gather_json(process_group: ProcessGroup, value: object) -> list[Any]:
+    return [json.loads(message) for message in process_group.all_gather(json.dumps(value).encode())]
 
 
 def _weights_digest(trainable: TrainableExpert) -> str:

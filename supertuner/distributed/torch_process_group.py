@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -28,26 +28,13 @@ from supertuner.step.window import GradientReduction
 class TorchProcessGroup:
     """This rank among the others. (`ProcessGroup` documents the methods.)"""
 
-    launch_env: LauncherEnvironment
-    forward_is_collective: bool
-    reduction: GradientReduction | None
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    forward_is_collective: bool = False
+    reduction: GradientReduction = field(default_factory=ReplicatedGradientReduction)
     sharder: WeightSharder | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.launch_env.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.launch_env.world_size
-
-    @property
-    def local_rank(self) -> int:
-        return self.launch_env.local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        return self.launch_env.local_world_size
 
     def all_reduce_max(self, numbers: Sequence[int], /) -> list[int]:
         values = torch.tensor(numbers, dtype=torch.int64)
@@ -73,30 +60,19 @@ class TorchProcessGroup:
 
 @contextmanager
 def join_process_group(
-    launch_env: LauncherEnvironment,
-    device: torch.device,
-    *,
-    timeout_s: float,
-    forward_is_collective: bool = False,
-    store: Store | None = None,
+    env: LauncherEnvironment, device: torch.device, *, timeout_s: float, store: Store | None = None
 ) -> Iterator[TorchProcessGroup]:
     """Join the other ranks through their common `store`; leave the group when the block ends.
 
     After an error the group is not destroyed: NCCL would wait for the other ranks, which must first receive the error,
     and the process ends anyway.
     """
-    store = store or open_rendezvous_store(launch_env, timeout_s=timeout_s)
+    store = PrefixStore("group", store or open_rendezvous_store(env, timeout_s=timeout_s))
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if device.type == "cuda":
         torch.cuda.set_device(device)  # NCCL and FSDP use the current device
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("group", store),
-        rank=launch_env.rank,
-        world_size=launch_env.world_size,
-        timeout=COLLECTIVE_TIMEOUT,
-    )
-    yield TorchProcessGroup(launch_env, forward_is_collective, ReplicatedGradientReduction())
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, rank=env.rank, world_size=env.world_size, store=store)
+    yield TorchProcessGroup(env.rank, env.world_size, env.local_rank, env.local_world_size)
     dist.destroy_process_group()
 
 
@@ -124,15 +100,10 @@ def open_process_group(
         join_process_group(launch_env, device, timeout_s=timeout_s, store=store) as group,
     ):
         if settings.strategy != "fsdp":
-            assert group.reduction is not None
             yield replace(group, reduction=HeartbeatReduction(group.reduction, heartbeat))
             return
         from supertuner.distributed.fsdp import FsdpGradientReduction, create_fsdp_sharder
 
         sharder = create_fsdp_sharder(settings, device)
-        yield replace(
-            group,
-            forward_is_collective=True,
-            sharder=sharder,
-            reduction=HeartbeatReduction(FsdpGradientReduction(sharder), heartbeat),
-        )
+        reduction = HeartbeatReduction(FsdpGradientReduction(sharder), heartbeat)
+        yield replace(group, forward_is_collective=True, sharder=sharder, reduction=reduction)

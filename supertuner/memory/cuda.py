@@ -44,11 +44,6 @@ LOCATION_API_VERSION = 12020
 """Drivers before CUDA 12.2 do not support locations. The driver of every superchip is newer."""
 BATCH_API_VERSION = 13000
 _CUDA_SUCCESS, _CU_DEVICE_INVALID, _CU_DEVICE_CPU = 0, -2, -1
-_ADVICE_NAMES = {
-    MemoryAdvice.PREFERRED_LOCATION: "PREFERRED_LOCATION",
-    MemoryAdvice.ACCESSED_BY: "ACCESSED_BY",
-    MemoryAdvice.READ_MOSTLY: "READ_MOSTLY",
-}
 _SYSCALL_NUMBERS = {"x86_64": 279, "aarch64": 239}
 
 
@@ -65,10 +60,7 @@ def kernel_move_pages(addresses: Sequence[int]) -> list[int]:
     pages = (ctypes.c_void_p * count)(*addresses)
     status = (ctypes.c_int * count)()
     libc = ctypes.CDLL(None, use_errno=True)
-    result = libc.syscall(
-        ctypes.c_long(number), ctypes.c_int(0), ctypes.c_ulong(count), pages, None, status, ctypes.c_int(0)
-    )
-    if result == 0:
+    if libc.syscall(ctypes.c_long(number), 0, ctypes.c_ulong(count), pages, None, status, 0) == 0:
         return list(status)
     code = ctypes.get_errno()
     if code in (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.ENODEV):
@@ -83,12 +75,9 @@ def open_cuda(move_pages: MovePages = kernel_move_pages) -> CudaDriver | NotAvai
     try:
         ctypes.CDLL("libcuda.so.1")  # importing the bindings takes a hundred times as long as this check
     except OSError as error:
-        not_found = "cannot open shared object file" in str(error)
-        return NotAvailable(
-            "no NVIDIA driver (libcuda.so.1) on this machine"
-            if not_found
-            else f"libcuda.so.1 cannot be loaded: {error}"
-        )
+        if "cannot open shared object file" in str(error):
+            return NotAvailable("no NVIDIA driver (libcuda.so.1) on this machine")
+        return NotAvailable(f"libcuda.so.1 cannot be loaded: {error}")
     try:
         from cuda.bindings import driver as bindings
     except ImportError:
@@ -100,7 +89,7 @@ def start_driver(bindings: ModuleType, move_pages: MovePages) -> CudaDriver | No
     """Initialise the driver behind these bindings."""
     driver = CudaDriver(bindings, move_pages)
     try:
-        driver.initialise()
+        _call(bindings.cuInit, 0)
         device_count, version = driver.device_count(), driver.version()
     except DriverError as error:
         if error.name == "CUDA_ERROR_NO_DEVICE":
@@ -109,10 +98,8 @@ def start_driver(bindings: ModuleType, move_pages: MovePages) -> CudaDriver | No
     if device_count == 0:
         return NotAvailable("the driver found no GPU")
     if version < LOCATION_API_VERSION:
-        needed_version = f"{LOCATION_API_VERSION // 1000}.{LOCATION_API_VERSION % 1000 // 10}"
-        return NotAvailable(
-            f"the driver supports CUDA {version // 1000}.{version % 1000 // 10}; {needed_version} or newer is required"
-        )
+        supported, needed = (f"{v // 1000}.{v % 1000 // 10}" for v in (version, LOCATION_API_VERSION))
+        return NotAvailable(f"the driver supports CUDA {supported}; {needed} or newer is required")
     return driver
 
 
@@ -128,9 +115,6 @@ class CudaDriver:
         self._contexts: dict[int, Any] = {}
         self._streams: dict[int, Any] = {}
         self._system_blocks: dict[int, mmap.mmap] = {}
-
-    def initialise(self) -> None:
-        _call(self._cuda.cuInit, 0)
 
     def device_count(self) -> int:
         return int(_call(self._cuda.cuDeviceGetCount))
@@ -222,19 +206,13 @@ class CudaDriver:
         memory_type, is_managed = _call(self._cuda.cuPointerGetAttributes, len(attributes), attributes, address)
         if is_managed:
             return MemoryKind.MANAGED
-        host, device = (self._cuda.CUmemorytype.CU_MEMORYTYPE_HOST, self._cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE)
+        host, device = self._cuda.CUmemorytype.CU_MEMORYTYPE_HOST, self._cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
         return {host.value: MemoryKind.PINNED, device.value: MemoryKind.DEVICE}.get(int(memory_type), MemoryKind.SYSTEM)
 
     # ---- hints
 
     def advise(self, span: AddressRange, advice: MemoryAdvice, location: MemoryLocation) -> None:
-        self._call_advise(span, f"SET_{_ADVICE_NAMES[advice]}", location)
-
-    def unadvise(self, span: AddressRange, advice: MemoryAdvice, location: MemoryLocation) -> None:
-        self._call_advise(span, f"UNSET_{_ADVICE_NAMES[advice]}", location)
-
-    def _call_advise(self, span: AddressRange, advice: str, location: MemoryLocation) -> None:
-        advice_code = getattr(self._cuda.CUmem_advise, f"CU_MEM_ADVISE_{advice}")
+        advice_code = getattr(self._cuda.CUmem_advise, f"CU_MEM_ADVISE_SET_{advice.name}")
         cu_mem_advise = getattr(self._cuda, "cuMemAdvise_v2", self._cuda.cuMemAdvise)
         with self._device_context(_stream_device(location)):
             _call(cu_mem_advise, span.address, span.nbytes, advice_code, self._cu_location(location))
@@ -243,15 +221,13 @@ class CudaDriver:
         if not spans:
             return
         with self._device_context(_stream_device(location)) as stream:
-            cu_location = self._cu_location(location)
+            target = self._cu_location(location)
             if self._has_batch_calls():
-                _call(
-                    self._cuda.cuMemPrefetchBatchAsync, *self._batch_arguments(spans), [cu_location], [0], 1, 0, stream
-                )
+                _call(self._cuda.cuMemPrefetchBatchAsync, *self._batch_arguments(spans), [target], [0], 1, 0, stream)
                 return
             cu_mem_prefetch = getattr(self._cuda, "cuMemPrefetchAsync_v2", self._cuda.cuMemPrefetchAsync)
             for span in spans:
-                _call(cu_mem_prefetch, span.address, span.nbytes, cu_location, 0, stream)
+                _call(cu_mem_prefetch, span.address, span.nbytes, target, 0, stream)
 
     def discard(self, spans: Sequence[AddressRange]) -> None:
         if not self._has_batch_calls():
@@ -297,13 +273,8 @@ class CudaDriver:
         return HOST if kind == types.CU_MEM_LOCATION_TYPE_HOST.value else None
 
     def accessed_by(self, span: AddressRange) -> tuple[MemoryLocation, ...]:
-        data_bytes = 4 * (self.device_count() + 1)
-        numbers = self._range_attribute(span, "ACCESSED_BY", data_bytes)
-        return tuple(
-            HOST if number == _CU_DEVICE_CPU else GpuLocation(number)
-            for number in numbers
-            if number != _CU_DEVICE_INVALID
-        )
+        numbers = self._range_attribute(span, "ACCESSED_BY", 4 * (self.device_count() + 1))
+        return tuple(HOST if n == _CU_DEVICE_CPU else GpuLocation(n) for n in numbers if n != _CU_DEVICE_INVALID)
 
     def read_mostly(self, span: AddressRange) -> bool:
         return bool(self._range_attribute(span, "READ_MOSTLY", 4))

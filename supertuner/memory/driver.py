@@ -145,8 +145,6 @@ class Driver(Protocol):
 
     def advise(self, span: AddressRange, advice: MemoryAdvice, location: MemoryLocation) -> None: ...
 
-    def unadvise(self, span: AddressRange, advice: MemoryAdvice, location: MemoryLocation) -> None: ...
-
     def prefetch(self, spans: Sequence[AddressRange], location: MemoryLocation) -> None:
         """Start migrating whole pages; `synchronize` waits. Uses one call for all ranges where the driver has one (CUDA
         13).
@@ -179,3 +177,8 @@ class Driver(Protocol):
 
     def synchronize(self, device: int = 0) -> None:
         """Wait until all started work is done."""
+
+
+def find_device(driver: Driver, number: int) -> DeviceProperties | None:
+    """The properties of the GPU with this number; None if the driver has no such GPU."""
+    return next((device for device in driver.devices() if device.number == number), None)

@@ -13,8 +13,9 @@ documents; a source that is a copy names the copy.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Literal, TypeAlias
 
 from supertuner.core.types import GIB, KIB, MIB
@@ -77,6 +78,10 @@ class MachineSpec:
         return {name: value for name, value in values.items() if isinstance(value, MachineFigure)}
 
 
+def _spec(value: float, source: str) -> MachineFigure:
+    return MachineFigure(value, source)
+
+
 def _measured(value: float, source: str) -> MachineFigure:
     return MachineFigure(value, source, "measured by others")
 
@@ -96,276 +101,210 @@ _GRACE_480 = (
 )
 _GRACE_BYTES = "NVIDIA Grace CPU Benchmarking Guide, STREAM: Grace Hopper comes with 120 or 480 GB"
 _HOPPER_BF16 = _NOTES + ": 990, which must be dense, because the H100 SXM has 989.4 dense and 1978.9 with sparsity"
-_HOPPER_FP8 = "no source found for a GH200; 1978.9 dense is the H100 SXM's"
+_GH200_144 = _NOTES + ": 4.9 TB/s by specification"
 _HOPPER_FP32 = "pc2/GPUInspector.jl pull request 27: theoretical peak that it computes for a GH200"
 _GB200 = "NVIDIA's specifications of a GB200 NVL72, per GPU, as copied by zdszero.github.io (Hardware)"
 _NVL72 = "NVIDIA's page on GB200 NVL72, as copied by Regatta's node profiles"
 _GB10 = "NVIDIA's page on DGX Spark, as copied by ai-infrastructure.net/dgx-spark"
+_GB10_BF16 = ": about 125, dense by its ratio to NVIDIA's 1 PFLOP of sparse FP4; 62.5 by the ratios of the RTX 5090"
+_ROCM = "ROCm documentation, Instinct architecture information"
 _MI300A = "AMD's data on MI300A, as copied by vengineer.hatenablog.com (2023-12-11)"
 _H100 = "NVIDIA's specifications of H100, as copied by archive-lib.hpctech.co.jp"
 _H100_DENSE = "NVIDIA's peaks of H100 SXM5, dense, as copied by glennklockwood.com (H100)"
 _A100 = "NVIDIA A100 datasheet 1758950 r4, as copied by glennklockwood.com (A100)"
+_A100_PCIE = "thundercompute.com, NVIDIA A100 specs: PCIe, the slower"
 _RTX4090 = "waredb.com, NVIDIA GeForce RTX 4090"
 _RTX5090 = "github.com/lamonoai/gpumap, nvidia/GPU.md"
 _READS_AND_WRITES = "; the source does not separate reads and writes"
-_DRIVER_BLOCK = MachineFigure(
+_DRIVER_BLOCK = _spec(
     2 * MIB,
     "NVIDIA/open-gpu-kernel-modules, uvm_va_block_types.h: UVM_VA_BLOCK_BITS is 21, the maximum block size is 2MB",
 )
-_PAGE_64K = MachineFigure(
+_PAGE_64K = _spec(
     64 * KIB, "NVIDIA Grace Performance Tuning Guide, Page Size: the recommended default value for the page size is 64K"
 )
-_PAGE_4K = MachineFigure(4 * KIB, "the only base page size of x86-64; an Arm host may differ")
-_PCIE4 = MachineFigure(
-    31.5 * GB_S, "arithmetic: 16 GT/s, 16 lanes, 128b/130b, one direction; packet headers not subtracted"
-)
-_PCIE5 = MachineFigure(
-    63.0 * GB_S, "arithmetic: 32 GT/s, 16 lanes, 128b/130b, one direction; packet headers not subtracted"
-)
+_PAGE_4K = _spec(4 * KIB, "the only base page size of x86-64; an Arm host may differ")
+_LANES = "16 lanes, 128b/130b, one direction; packet headers not subtracted"
+_PCIE4 = _spec(31.5 * GB_S, f"arithmetic: 16 GT/s, {_LANES}")
+_PCIE5 = _spec(63.0 * GB_S, f"arithmetic: 32 GT/s, {_LANES}")
 _UNKNOWN_HOST = _unknown("a card: the host depends on the machine")
-_ONE_POOL = _unknown("one pool of memory: there is no link")
+_NO_LINK = _unknown("one pool of memory: there is no link")
 _UNKNOWN_CPU = _unknown("depends on the CPU; probe it")
 _NO_GPU = _unknown("no GPU")
 
-MACHINES: Final[Mapping[str, MachineSpec]] = {
-    "gh200-96": MachineSpec(
-        key="gh200-96",
-        title="GH200 96 GB",
-        # "NVIDIA GH200 480GB" and "NVIDIA GH200 120GB": found (both have 96 GB).
-        name_pattern=r"(NVIDIA )?GH200( (120|480)GB)?",
-        gpu_bytes=MachineFigure(96 * GIB, "the product: 96 GB HBM3"),
-        host_bytes=MachineFigure(480 * GIB, _GRACE_BYTES + "; the table uses the larger"),
-        gpu_read_bytes_s=_measured(3615 * GB_S, _NOTES + f"; 3728 (BabelStream Triad) in {_DNHKNG}, 3400 in {_KTH}"),
-        gpu_write_bytes_s=_measured(3705 * GB_S, _NOTES + f"; 3728 (BabelStream Triad) in {_DNHKNG}, 3400 in {_KTH}"),
-        host_bytes_s=MachineFigure(384 * GB_S, _GRACE_480),
-        to_device_bytes_s=_measured(375 * GB_S, _TO_DEVICE),
-        to_host_bytes_s=_measured(296 * GB_S, _TO_HOST),
-        bf16_flops=MachineFigure(990 * TFLOPS, _HOPPER_BF16),
-        fp8_flops=_unknown(_HOPPER_FP8),
-        fp32_flops=MachineFigure(66.9 * TFLOPS, _HOPPER_FP32),
-        system_page_bytes=_PAGE_64K,
-        driver_block_bytes=_DRIVER_BLOCK,
-        one_pool=False,
-        ats=True,
-        link="NVLink-C2C",
-    ),
-    "gh200-144": MachineSpec(
+# What machines of one kind have in common; a row adds the rest.
+_SUPERCHIP = partial(
+    MachineSpec,
+    host_bytes_s=_spec(384 * GB_S, _GRACE_480),
+    system_page_bytes=_PAGE_64K,
+    driver_block_bytes=_DRIVER_BLOCK,
+    one_pool=False,
+    ats=True,
+    link="NVLink-C2C",
+)
+_ONE_POOL = partial(MachineSpec, to_device_bytes_s=_NO_LINK, to_host_bytes_s=_NO_LINK, one_pool=True, link="none")
+_CARD = partial(
+    MachineSpec,
+    host_bytes=_UNKNOWN_HOST,
+    host_bytes_s=_UNKNOWN_HOST,
+    system_page_bytes=_PAGE_4K,
+    driver_block_bytes=_DRIVER_BLOCK,
+    one_pool=False,
+    ats=False,
+)
+_PCIE4_CARD = partial(_CARD, to_device_bytes_s=_PCIE4, to_host_bytes_s=_PCIE4, link="PCIe 4.0 x16")
+_PCIE5_CARD = partial(_CARD, to_device_bytes_s=_PCIE5, to_host_bytes_s=_PCIE5, link="PCIe 5.0 x16")
+
+_GH200_96 = _SUPERCHIP(
+    key="gh200-96",
+    title="GH200 96 GB",
+    # "NVIDIA GH200 480GB" and "NVIDIA GH200 120GB": found (both have 96 GB).
+    name_pattern=r"(NVIDIA )?GH200( (120|480)GB)?",
+    gpu_bytes=_spec(96 * GIB, "the product: 96 GB HBM3"),
+    host_bytes=_spec(480 * GIB, _GRACE_BYTES + "; the table uses the larger"),
+    gpu_read_bytes_s=_measured(3615 * GB_S, _NOTES + f"; 3728 (BabelStream Triad) in {_DNHKNG}, 3400 in {_KTH}"),
+    gpu_write_bytes_s=_measured(3705 * GB_S, _NOTES + f"; 3728 (BabelStream Triad) in {_DNHKNG}, 3400 in {_KTH}"),
+    to_device_bytes_s=_measured(375 * GB_S, _TO_DEVICE),
+    to_host_bytes_s=_measured(296 * GB_S, _TO_HOST),
+    bf16_flops=_spec(990 * TFLOPS, _HOPPER_BF16),
+    fp8_flops=_unknown("no source found for a GH200; 1978.9 dense is the H100 SXM's"),
+    fp32_flops=_spec(66.9 * TFLOPS, _HOPPER_FP32),
+)
+_ROWS: Final = (
+    _GH200_96,
+    replace(
+        _GH200_96,
         key="gh200-144",
         title="GH200 144 GB",
         # "NVIDIA GH200 144G HBM3e": found.
         name_pattern=r"(NVIDIA )?GH200( (144GB?( HBM3e)?|480GB))?",
-        gpu_bytes=MachineFigure(144 * GIB, "the product: 144 GB HBM3e"),
-        host_bytes=MachineFigure(480 * GIB, _NOTES + ": 480 GB LPDDR5X, as the 96 GB part"),
-        gpu_read_bytes_s=MachineFigure(
-            4900 * GB_S, _NOTES + ": 4.9 TB/s by specification; no published measurement was found"
-        ),
-        gpu_write_bytes_s=MachineFigure(4900 * GB_S, _NOTES + ": 4.9 TB/s by specification" + _READS_AND_WRITES),
-        host_bytes_s=MachineFigure(384 * GB_S, _GRACE_480),
+        gpu_bytes=_spec(144 * GIB, "the product: 144 GB HBM3e"),
+        host_bytes=_spec(480 * GIB, _NOTES + ": 480 GB LPDDR5X, as the 96 GB part"),
+        gpu_read_bytes_s=_spec(4900 * GB_S, _GH200_144 + "; no published measurement was found"),
+        gpu_write_bytes_s=_spec(4900 * GB_S, _GH200_144 + _READS_AND_WRITES),
         to_device_bytes_s=_measured(375 * GB_S, "on the 96 GB part: " + _TO_DEVICE),
         to_host_bytes_s=_measured(296 * GB_S, "on the 96 GB part: " + _TO_HOST),
-        bf16_flops=MachineFigure(990 * TFLOPS, _HOPPER_BF16),
-        fp8_flops=_unknown(_HOPPER_FP8),
-        fp32_flops=MachineFigure(66.9 * TFLOPS, _HOPPER_FP32),
-        system_page_bytes=_PAGE_64K,
-        driver_block_bytes=_DRIVER_BLOCK,
-        one_pool=False,
-        ats=True,
-        link="NVLink-C2C",
     ),
-    "gb200": MachineSpec(
+    _SUPERCHIP(
         key="gb200",
         title="GB200, one of its two GPUs",
         # "NVIDIA GB200": found.
         name_pattern=r"(NVIDIA )?GB200",
-        gpu_bytes=MachineFigure(186 * GIB, _GB200 + ": 186 GB HBM3E"),
-        host_bytes=MachineFigure(480 * GIB, _NVL72 + ": up to 480 GB LPDDR5X for one Grace and two GPUs"),
-        gpu_read_bytes_s=MachineFigure(8000 * GB_S, _GB200 + ": 8 TB/s"),
-        gpu_write_bytes_s=MachineFigure(8000 * GB_S, _GB200 + ": 8 TB/s" + _READS_AND_WRITES),
-        host_bytes_s=MachineFigure(
+        gpu_bytes=_spec(186 * GIB, _GB200 + ": 186 GB HBM3E"),
+        host_bytes=_spec(480 * GIB, _NVL72 + ": up to 480 GB LPDDR5X for one Grace and two GPUs"),
+        gpu_read_bytes_s=_spec(8000 * GB_S, _GB200 + ": 8 TB/s"),
+        gpu_write_bytes_s=_spec(8000 * GB_S, _GB200 + ": 8 TB/s" + _READS_AND_WRITES),
+        host_bytes_s=_spec(
             14_000 / 36 * GB_S,
             _NVL72 + ": 14 TB/s over 36 Grace, each for two GPUs; the same source gives up to 512 GB/s for one",
         ),
         to_device_bytes_s=_unknown("no published measurement of this direction was found"),
         to_host_bytes_s=_measured(330 * GB_S, _NOTES + ": 330 to the NUMA node next to the GPU, 115 to the other one"),
-        bf16_flops=MachineFigure(
-            2500 * TFLOPS, _GB200 + ": 5 PFLOPS with sparsity, half of it dense; 2250 by verda.com"
-        ),
-        fp8_flops=MachineFigure(
-            5000 * TFLOPS, _GB200 + ": 10 PFLOPS with sparsity, half of it dense; 4500 by verda.com"
-        ),
-        fp32_flops=MachineFigure(80 * TFLOPS, _GB200 + "; 75 by verda.com, 90 by glennklockwood.com"),
-        system_page_bytes=_PAGE_64K,
-        driver_block_bytes=_DRIVER_BLOCK,
-        one_pool=False,
-        ats=True,
-        link="NVLink-C2C",
+        bf16_flops=_spec(2500 * TFLOPS, _GB200 + ": 5 PFLOPS with sparsity, half of it dense; 2250 by verda.com"),
+        fp8_flops=_spec(5000 * TFLOPS, _GB200 + ": 10 PFLOPS with sparsity, half of it dense; 4500 by verda.com"),
+        fp32_flops=_spec(80 * TFLOPS, _GB200 + "; 75 by verda.com, 90 by glennklockwood.com"),
     ),
-    "gb10": MachineSpec(
+    _ONE_POOL(
         key="gb10",
         title="GB10 (DGX Spark)",
         # "NVIDIA GB10": found.
         name_pattern=r"(NVIDIA )?GB10",
-        gpu_bytes=MachineFigure(128 * GIB, _GB10 + ": one pool of 128 GB LPDDR5x; the kernel sees less"),
-        host_bytes=MachineFigure(128 * GIB, _GB10 + ": the same pool"),
-        gpu_read_bytes_s=MachineFigure(273 * GB_S, _GB10 + ": 273 GB/s"),
-        gpu_write_bytes_s=MachineFigure(273 * GB_S, _GB10 + ": 273 GB/s" + _READS_AND_WRITES),
-        host_bytes_s=MachineFigure(273 * GB_S, _GB10 + ": the same memory; no source found for the CPU alone"),
-        to_device_bytes_s=_ONE_POOL,
-        to_host_bytes_s=_ONE_POOL,
-        bf16_flops=MachineFigure(
-            125 * TFLOPS,
-            _NOTES
-            + ": about 125, dense by its ratio to NVIDIA's 1 PFLOP of sparse FP4; 62.5 by the ratios of the RTX 5090",
-        ),
+        gpu_bytes=_spec(128 * GIB, _GB10 + ": one pool of 128 GB LPDDR5x; the kernel sees less"),
+        host_bytes=_spec(128 * GIB, _GB10 + ": the same pool"),
+        gpu_read_bytes_s=_spec(273 * GB_S, _GB10 + ": 273 GB/s"),
+        gpu_write_bytes_s=_spec(273 * GB_S, _GB10 + ": 273 GB/s" + _READS_AND_WRITES),
+        host_bytes_s=_spec(273 * GB_S, _GB10 + ": the same memory; no source found for the CPU alone"),
+        bf16_flops=_spec(125 * TFLOPS, _NOTES + _GB10_BF16),
         fp8_flops=_unknown("no source found: NVIDIA publishes only 1 PFLOP of FP4 with sparsity"),
         fp32_flops=_unknown("no source found: NVIDIA publishes only 1 PFLOP of FP4 with sparsity"),
-        system_page_bytes=MachineFigure(
+        system_page_bytes=_spec(
             4 * KIB, "NVIDIA/NV-Kernels pull request 590: the 4 KiB arm64 `nvidia` kernel flavour used by DGX Spark"
         ),
         driver_block_bytes=_DRIVER_BLOCK,
-        one_pool=True,
         ats=True,  # NVIDIA's UVM driver reports it for GB10: Start9Labs/start-technologies pull request 3693
-        link="none",
     ),
-    "mi300a": MachineSpec(
+    _ONE_POOL(
         key="mi300a",
         title="MI300A",
         # "AMD Instinct MI300A Accelerator": found, as the name of the CPU.
         name_pattern=r"AMD Instinct MI300A.*",
-        gpu_bytes=MachineFigure(
-            128 * GIB, "ROCm documentation, Instinct architecture information: MI300A, VRAM 128 GiB; one pool"
-        ),
-        host_bytes=MachineFigure(128 * GIB, "ROCm documentation, Instinct architecture information: the same pool"),
-        gpu_read_bytes_s=MachineFigure(
+        gpu_bytes=_spec(128 * GIB, _ROCM + ": MI300A, VRAM 128 GiB; one pool"),
+        host_bytes=_spec(128 * GIB, _ROCM + ": the same pool"),
+        gpu_read_bytes_s=_spec(
             5300 * GB_S, _NOTES + ": 5.3 TB/s; a peak according to ROCm/rocm_bandwidth_test issue 121"
         ),
-        gpu_write_bytes_s=MachineFigure(5300 * GB_S, _NOTES + ": 5.3 TB/s, a peak" + _READS_AND_WRITES),
+        gpu_write_bytes_s=_spec(5300 * GB_S, _NOTES + ": 5.3 TB/s, a peak" + _READS_AND_WRITES),
         host_bytes_s=_unknown("the same memory, but no source found for the bandwidth of its CPU cores"),
-        to_device_bytes_s=_ONE_POOL,
-        to_host_bytes_s=_ONE_POOL,
-        bf16_flops=MachineFigure(980.6 * TFLOPS, _MI300A + ": peak bfloat16, no sparsity mentioned"),
+        bf16_flops=_spec(980.6 * TFLOPS, _MI300A + ": peak bfloat16, no sparsity mentioned"),
         fp8_flops=_unknown("no source found: the data found only lists INT8 (1.96 POPs)"),
-        fp32_flops=MachineFigure(
-            122.6 * TFLOPS, _MI300A + "; 113.2 measured by chipsandcheese.com (Sizing up MI300A's GPU)"
-        ),
+        fp32_flops=_spec(122.6 * TFLOPS, _MI300A + "; 113.2 measured by chipsandcheese.com (Sizing up MI300A's GPU)"),
         system_page_bytes=_PAGE_4K,
         driver_block_bytes=_unknown("AMD's driver; no source found for its migration unit"),
-        one_pool=True,
         ats=False,
-        link="none",
     ),
-    "h100-80-pcie": MachineSpec(
+    _PCIE5_CARD(
         key="h100-80-pcie",
         title="H100 80 GB PCIe",
         # "NVIDIA H100 PCIe": found.
         name_pattern=r"(NVIDIA )?H100 PCIe",
-        gpu_bytes=MachineFigure(80 * GIB, "the product: 80 GB HBM2e"),
-        host_bytes=_UNKNOWN_HOST,
-        gpu_read_bytes_s=MachineFigure(2000 * GB_S, _H100 + ": 2000 GB/s"),
-        gpu_write_bytes_s=MachineFigure(2000 * GB_S, _H100 + ": 2000 GB/s" + _READS_AND_WRITES),
-        host_bytes_s=_UNKNOWN_HOST,
-        to_device_bytes_s=_PCIE5,
-        to_host_bytes_s=_PCIE5,
-        bf16_flops=MachineFigure(756.5 * TFLOPS, _H100 + ": 1,513 with sparsity, half of it dense"),
-        fp8_flops=MachineFigure(1513 * TFLOPS, _H100 + ": 3,026 with sparsity, half of it dense"),
-        fp32_flops=MachineFigure(51 * TFLOPS, _H100),
-        system_page_bytes=_PAGE_4K,
-        driver_block_bytes=_DRIVER_BLOCK,
-        one_pool=False,
-        ats=False,
-        link="PCIe 5.0 x16",
+        gpu_bytes=_spec(80 * GIB, "the product: 80 GB HBM2e"),
+        gpu_read_bytes_s=_spec(2000 * GB_S, _H100 + ": 2000 GB/s"),
+        gpu_write_bytes_s=_spec(2000 * GB_S, _H100 + ": 2000 GB/s" + _READS_AND_WRITES),
+        bf16_flops=_spec(756.5 * TFLOPS, _H100 + ": 1,513 with sparsity, half of it dense"),
+        fp8_flops=_spec(1513 * TFLOPS, _H100 + ": 3,026 with sparsity, half of it dense"),
+        fp32_flops=_spec(51 * TFLOPS, _H100),
     ),
-    "h100-80-sxm": MachineSpec(
+    _PCIE5_CARD(
         key="h100-80-sxm",
         title="H100 80 GB SXM",
         # "NVIDIA H100 80GB HBM3": found.
         name_pattern=r"(NVIDIA )?H100 80GB HBM3",
-        gpu_bytes=MachineFigure(80 * GIB, "the product: 80 GB HBM3"),
-        host_bytes=_UNKNOWN_HOST,
-        gpu_read_bytes_s=MachineFigure(3350 * GB_S, _H100 + ": 3,350 GB/s"),
-        gpu_write_bytes_s=MachineFigure(3350 * GB_S, _H100 + ": 3,350 GB/s" + _READS_AND_WRITES),
-        host_bytes_s=_UNKNOWN_HOST,
-        to_device_bytes_s=_PCIE5,
-        to_host_bytes_s=_PCIE5,
-        bf16_flops=MachineFigure(989.4 * TFLOPS, _H100_DENSE),
-        fp8_flops=MachineFigure(1978.9 * TFLOPS, _H100_DENSE),
-        fp32_flops=MachineFigure(66.9 * TFLOPS, _H100_DENSE),
-        system_page_bytes=_PAGE_4K,
-        driver_block_bytes=_DRIVER_BLOCK,
-        one_pool=False,
-        ats=False,
-        link="PCIe 5.0 x16",
+        gpu_bytes=_spec(80 * GIB, "the product: 80 GB HBM3"),
+        gpu_read_bytes_s=_spec(3350 * GB_S, _H100 + ": 3,350 GB/s"),
+        gpu_write_bytes_s=_spec(3350 * GB_S, _H100 + ": 3,350 GB/s" + _READS_AND_WRITES),
+        bf16_flops=_spec(989.4 * TFLOPS, _H100_DENSE),
+        fp8_flops=_spec(1978.9 * TFLOPS, _H100_DENSE),
+        fp32_flops=_spec(66.9 * TFLOPS, _H100_DENSE),
     ),
-    "a100-80": MachineSpec(
+    _PCIE4_CARD(
         key="a100-80",
         title="A100 80 GB",
         # "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe" and "NVIDIA A100-PCIE-80GB": found.
         name_pattern=r"(NVIDIA )?A100(-SXM4-80GB|-SXM-80GB| 80GB PCIe|-PCIE-80GB)",
-        gpu_bytes=MachineFigure(80 * GIB, "the product: 80 GB HBM2e"),
-        host_bytes=_UNKNOWN_HOST,
-        gpu_read_bytes_s=MachineFigure(
-            1935 * GB_S, "thundercompute.com, NVIDIA A100 specs: PCIe, the slower; 2,039 for SXM"
-        ),
-        gpu_write_bytes_s=MachineFigure(
-            1935 * GB_S, "thundercompute.com, NVIDIA A100 specs: PCIe, the slower" + _READS_AND_WRITES
-        ),
-        host_bytes_s=_UNKNOWN_HOST,
-        to_device_bytes_s=_PCIE4,
-        to_host_bytes_s=_PCIE4,
-        bf16_flops=MachineFigure(312 * TFLOPS, _A100 + ": 312 dense, 624 with sparsity"),
+        gpu_bytes=_spec(80 * GIB, "the product: 80 GB HBM2e"),
+        gpu_read_bytes_s=_spec(1935 * GB_S, _A100_PCIE + "; 2,039 for SXM"),
+        gpu_write_bytes_s=_spec(1935 * GB_S, _A100_PCIE + _READS_AND_WRITES),
+        bf16_flops=_spec(312 * TFLOPS, _A100 + ": 312 dense, 624 with sparsity"),
         fp8_flops=_unknown("the chip has no FP8 units"),
-        fp32_flops=MachineFigure(19.5 * TFLOPS, _A100),
-        system_page_bytes=_PAGE_4K,
-        driver_block_bytes=_DRIVER_BLOCK,
-        one_pool=False,
-        ats=False,
-        link="PCIe 4.0 x16",
+        fp32_flops=_spec(19.5 * TFLOPS, _A100),
     ),
-    "rtx-4090": MachineSpec(
+    _PCIE4_CARD(
         key="rtx-4090",
         title="RTX 4090",
         # "NVIDIA GeForce RTX 4090": found.
         name_pattern=r"(NVIDIA )?GeForce RTX 4090",
-        gpu_bytes=MachineFigure(24 * GIB, "the product: 24 GB GDDR6X"),
-        host_bytes=_UNKNOWN_HOST,
-        gpu_read_bytes_s=MachineFigure(1008 * GB_S, _RTX4090 + ": 1008 GB/s"),
-        gpu_write_bytes_s=MachineFigure(1008 * GB_S, _RTX4090 + ": 1008 GB/s" + _READS_AND_WRITES),
-        host_bytes_s=_UNKNOWN_HOST,
-        to_device_bytes_s=_PCIE4,
-        to_host_bytes_s=_PCIE4,
-        bf16_flops=MachineFigure(165.15 * TFLOPS, _RTX4090 + ": 165.15, with sparsity 330.30"),
+        gpu_bytes=_spec(24 * GIB, "the product: 24 GB GDDR6X"),
+        gpu_read_bytes_s=_spec(1008 * GB_S, _RTX4090 + ": 1008 GB/s"),
+        gpu_write_bytes_s=_spec(1008 * GB_S, _RTX4090 + ": 1008 GB/s" + _READS_AND_WRITES),
+        bf16_flops=_spec(165.15 * TFLOPS, _RTX4090 + ": 165.15, with sparsity 330.30"),
         fp8_flops=_unknown("sources disagree: 330 dense by waredb.com, 661 dense by github.com/lamonoai/gpumap"),
-        fp32_flops=MachineFigure(82.58 * TFLOPS, _RTX4090),
-        system_page_bytes=_PAGE_4K,
-        driver_block_bytes=_DRIVER_BLOCK,
-        one_pool=False,
-        ats=False,
-        link="PCIe 4.0 x16",
+        fp32_flops=_spec(82.58 * TFLOPS, _RTX4090),
     ),
-    "rtx-5090": MachineSpec(
+    _PCIE5_CARD(
         key="rtx-5090",
         title="RTX 5090",
         # "NVIDIA GeForce RTX 5090": found.
         name_pattern=r"(NVIDIA )?GeForce RTX 5090",
-        gpu_bytes=MachineFigure(32 * GIB, "the product: 32 GB GDDR7"),
-        host_bytes=_UNKNOWN_HOST,
-        gpu_read_bytes_s=MachineFigure(1792 * GB_S, _RTX5090 + ": 1,792 GB/s"),
-        gpu_write_bytes_s=MachineFigure(1792 * GB_S, _RTX5090 + ": 1,792 GB/s" + _READS_AND_WRITES),
-        host_bytes_s=_UNKNOWN_HOST,
-        to_device_bytes_s=_PCIE5,
-        to_host_bytes_s=_PCIE5,
-        bf16_flops=MachineFigure(210 * TFLOPS, _RTX5090 + ": 210 accumulating in fp32, with sparsity 419"),
+        gpu_bytes=_spec(32 * GIB, "the product: 32 GB GDDR7"),
+        gpu_read_bytes_s=_spec(1792 * GB_S, _RTX5090 + ": 1,792 GB/s"),
+        gpu_write_bytes_s=_spec(1792 * GB_S, _RTX5090 + ": 1,792 GB/s" + _READS_AND_WRITES),
+        bf16_flops=_spec(210 * TFLOPS, _RTX5090 + ": 210 accumulating in fp32, with sparsity 419"),
         fp8_flops=_unknown(
             "sources disagree: 419 by github.com/lamonoai/gpumap, 774 measured by xzwgit/gpu-flops-bench"
         ),
-        fp32_flops=MachineFigure(105 * TFLOPS, _RTX5090),
-        system_page_bytes=_PAGE_4K,
-        driver_block_bytes=_DRIVER_BLOCK,
-        one_pool=False,
-        ats=False,
-        link="PCIe 5.0 x16",
+        fp32_flops=_spec(105 * TFLOPS, _RTX5090),
     ),
-    "cpu": MachineSpec(
+    MachineSpec(
         key="cpu",
         title="a CPU without a GPU",
         name_pattern=r"(?!)",  # matches no name: used where there is no GPU
@@ -385,7 +324,8 @@ MACHINES: Final[Mapping[str, MachineSpec]] = {
         ats=False,
         link="none",
     ),
-}
+)
+MACHINES: Final[Mapping[str, MachineSpec]] = {row.key: row for row in _ROWS}
 
 MIN_MEMORY_SHARE, MAX_MEMORY_SHARE = 0.85, 1.05
 """GPU memory that the driver reports, as a share of the table's value: the driver reserves some (ECC, page tables)."""
@@ -396,18 +336,16 @@ def find_machine(device: DeviceProperties) -> MachineSpec | None:
 
     None for a GPU without a row, for a part of one (a MIG slice), and for a variant with a different memory size.
     """
-    matches = [
-        row
-        for row in MACHINES.values()
-        if re.fullmatch(row.name_pattern, device.name.strip()) and _memory_matches(row, device)
-    ]
-    return matches[0] if matches else None
+    return next((row for row in _rows_named(device.name) if _memory_matches(row, device)), None)
 
 
 def find_machine_by_cpu(cpu_name: str) -> MachineSpec | None:
     """The table row of a machine that is identified by its CPU name, because its GPU needs another vendor's driver."""
-    matches = [row for row in MACHINES.values() if re.fullmatch(row.name_pattern, cpu_name.strip())]
-    return matches[0] if matches else None
+    return next(_rows_named(cpu_name), None)
+
+
+def _rows_named(name: str) -> Iterator[MachineSpec]:
+    return (row for row in MACHINES.values() if re.fullmatch(row.name_pattern, name.strip()))
 
 
 def _memory_matches(row: MachineSpec, device: DeviceProperties) -> bool:
@@ -415,7 +353,5 @@ def _memory_matches(row: MachineSpec, device: DeviceProperties) -> bool:
         return False
     if row.one_pool:  # its GPU reports the kernel's memory, which depends on firmware and carve-outs
         return True
-    return (
-        row.gpu_bytes.value is not None
-        and MIN_MEMORY_SHARE <= device.total_bytes / row.gpu_bytes.value <= MAX_MEMORY_SHARE
-    )
+    expected = row.gpu_bytes.value
+    return expected is not None and MIN_MEMORY_SHARE <= device.total_bytes / expected <= MAX_MEMORY_SHARE

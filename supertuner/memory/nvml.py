@@ -52,11 +52,10 @@ class NvmlLibrary:
 
     def __init__(self, library: ModuleType) -> None:
         self._library: Any = library
-        count = self._query(library.nvmlDeviceGetCount) or 0
-        self._handles = {index: self._query(library.nvmlDeviceGetHandleByIndex, index) for index in range(count)}
-        self._queries = {
-            index: self._gauge_queries(handle) for index, handle in self._handles.items() if handle is not None
-        }
+        indices = range(self._query(library.nvmlDeviceGetCount) or 0)
+        handles = {index: self._query(library.nvmlDeviceGetHandleByIndex, index) for index in indices}
+        self._handles = {index: handle for index, handle in handles.items() if handle is not None}
+        self._queries = {index: self._gauge_queries(handle) for index, handle in self._handles.items()}
 
     def driver_version(self) -> str | None:
         """Version of the kernel driver, such as 580.95.05."""
@@ -64,7 +63,7 @@ class NvmlLibrary:
 
     def gpus(self) -> tuple[NvmlGpuFacts, ...]:
         """The GPUs that can be opened. A GPU that fell off the bus is not among them."""
-        return tuple(self._describe(index, handle) for index, handle in self._handles.items() if handle is not None)
+        return tuple(self._describe(index, handle) for index, handle in self._handles.items())
 
     def sample(self, index: int) -> dict[str, float]:
         """Current gauges of the GPU with this NVML index. Values that it does not report are absent."""
@@ -112,9 +111,7 @@ class NvmlLibrary:
             "busy": busy,
             "power": lambda: {"power_w": library.nvmlDeviceGetPowerUsage(handle) / 1000},
             "clock": lambda: {"sm_clock_mhz": library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM)},
-            "heat": lambda: {
-                "temperature_c": library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU),
-            },
+            "heat": lambda: {"temperature_c": library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU)},
         }
 
     def _query(self, function: Callable[..., T], *arguments: object) -> T | None:

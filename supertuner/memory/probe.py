@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from supertuner.core.host import HostFacts
+from supertuner.core.host import HostFacts, read_lines
 from supertuner.core.types import KIB
 from supertuner.memory.driver import DeviceProperties, Driver, NotAvailable
 from supertuner.memory.machines import MACHINES, MachineSpec, find_machine, find_machine_by_cpu
@@ -97,10 +97,10 @@ def probe_machine(host: HostFacts, driver: Driver | NotAvailable, nvml: NvmlLibr
     """Query the kernel, the driver and NVML once."""
     gpus = _probe_gpus(driver, nvml)
     proc, meminfo = host.root / "proc", read_meminfo(host.root / "proc/meminfo")
-    cpu_name = _cpu_name(proc / "cpuinfo")
-    machine = _find_machine(gpus, cpu_name)
+    cpu_name, numa_balancing = _cpu_name(proc / "cpuinfo"), _first_line(proc / "sys/kernel/numa_balancing")
+    machine = gpus[0].machine if gpus else find_machine_by_cpu(cpu_name or "") or MACHINES["cpu"]
     return MachineFacts(
-        arch=_first_line(proc / "sys/kernel/arch") or (os.uname().machine if _is_this_machine(host) else None),
+        arch=_first_line(proc / "sys/kernel/arch") or (os.uname().machine if host.root == Path("/") else None),
         kernel=_first_line(proc / "sys/kernel/osrelease"),
         cpu_name=cpu_name,
         cpus=host.cpus(),
@@ -108,7 +108,7 @@ def probe_machine(host: HostFacts, driver: Driver | NotAvailable, nvml: NvmlLibr
         memory_total=host.memory_total(),
         memory_available=host.memory_available(),
         swap_used=meminfo["SwapTotal"] - meminfo["SwapFree"] if {"SwapTotal", "SwapFree"} <= meminfo.keys() else None,
-        numa_balancing=_parse_switch(_first_line(proc / "sys/kernel/numa_balancing")),
+        numa_balancing=None if numa_balancing is None else numa_balancing != "0",
         transparent_hugepages=_bracketed_word(_first_line(host.root / "sys/kernel/mm/transparent_hugepage/enabled")),
         nodes=_numa_nodes(host, [gpu.device for gpu in gpus]),
         uvm_parameters=read_uvm_parameters(host),
@@ -158,7 +158,7 @@ def host_available_bytes(facts: MachineFacts, host: HostFacts) -> int | None:
 def read_meminfo(path: Path) -> dict[str, int]:
     """The fields of a `meminfo` file (of the machine or of a node) in bytes; empty if the file does not exist."""
     fields = {}
-    for line in _read_lines(path):
+    for line in read_lines(path):
         match = re.match(r"(?:Node\s+\d+\s+)?(\S+):\s+(\d+)(?:\s+kB)?$", line)
         if match:
             fields[match[1]] = int(match[2]) * (KIB if line.endswith("kB") else 1)
@@ -176,13 +176,11 @@ def _probe_gpus(driver: Driver | NotAvailable, nvml: NvmlLibrary | NotAvailable)
     if isinstance(driver, NotAvailable):
         return ()
     devices, nvml_gpus = driver.devices(), () if isinstance(nvml, NotAvailable) else nvml.gpus()
-    return tuple(
-        GpuFacts(device, _matching_nvml_gpu(device, devices, nvml_gpus), find_machine(device)) for device in devices
-    )
+    return tuple(GpuFacts(gpu, _matching_nvml_gpu(gpu, devices, nvml_gpus), find_machine(gpu)) for gpu in devices)
 
 
 def _matching_nvml_gpu(
-    device: DeviceProperties, devices: Iterable[DeviceProperties], nvml_gpus: tuple[NvmlGpuFacts, ...]
+    device: DeviceProperties, devices: Sequence[DeviceProperties], nvml_gpus: Sequence[NvmlGpuFacts]
 ) -> NvmlGpuFacts | None:
     """The matching NVML GPU, or None if unclear.
 
@@ -190,14 +188,8 @@ def _matching_nvml_gpu(
     """
     if device.uuid is not None:
         return next((gpu for gpu in nvml_gpus if gpu.uuid == device.uuid), None)
-    only_one = len(nvml_gpus) == 1 and len(tuple(devices)) == 1
+    only_one = len(nvml_gpus) == 1 and len(devices) == 1
     return nvml_gpus[0] if only_one and nvml_gpus[0].name == device.name else None
-
-
-def _find_machine(gpus: tuple[GpuFacts, ...], cpu_name: str | None) -> MachineSpec | None:
-    if gpus:
-        return gpus[0].machine
-    return find_machine_by_cpu(cpu_name or "") or MACHINES["cpu"]
 
 
 def _has_one_pool(gpus: tuple[GpuFacts, ...], machine: MachineSpec | None) -> bool | None:
@@ -256,12 +248,8 @@ def _nvidia_driver_version(version_file: Path, nvml: NvmlLibrary | NotAvailable)
 
 
 def _cpu_name(cpuinfo: Path) -> str | None:
-    names = (line.partition(":")[2].strip() for line in _read_lines(cpuinfo) if line.startswith("model name"))
+    names = (line.partition(":")[2].strip() for line in read_lines(cpuinfo) if line.startswith("model name"))
     return next(names, None)
-
-
-def _parse_switch(text: str | None) -> bool | None:
-    return None if text is None else text != "0"
 
 
 def _bracketed_word(text: str | None) -> str | None:
@@ -270,20 +258,9 @@ def _bracketed_word(text: str | None) -> str | None:
     return match[1] if match else None
 
 
-def _is_this_machine(host: HostFacts) -> bool:
-    return host.root == Path("/")
-
-
 def _first_line(path: Path) -> str | None:
     """The first line; None if the file is missing or not readable, "" if it is empty."""
     try:
         return path.read_text().split("\n", 1)[0].strip()
     except OSError:
         return None
-
-
-def _read_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -107,8 +107,7 @@ class ExpertOptimizer:
         """Switches off torch.compile for torchao on a CPU: compiling its step would take half a minute and a C++
         compiler, and gain nothing."""
         if self.name == "adamw8bit" and all(p.device.type == "cpu" for p in self.parameters.values()):
-            stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-            return stance
+            return cast("AbstractContextManager[Any]", torch.compiler.set_stance("force_eager"))
         return nullcontext()
 
 
@@ -116,18 +115,13 @@ def build_optimizer(
     settings: OptimizerSettings, parameters: Mapping[str, nn.Parameter], expert: str, *, seed: int = 0
 ) -> ExpertOptimizer:
     """The optimizer that the settings name, for the parameters of one expert. `seed` determines its random numbers."""
-    spec = optimizer_spec(settings)
+    spec = OPTIMIZERS[settings.name]
     if not parameters:
         raise TrainError(f"expert {expert} has no trainable parameters; check adapter.targets")
     learning_rate = learning_rate_for(settings, expert)
     weight_decay = spec.weight_decay if settings.weight_decay is None else settings.weight_decay
     inputs = OptimizerInputs(parameters, learning_rate, weight_decay, settings, expert, seed)
     return ExpertOptimizer(settings.name, spec.build(inputs), parameters, learning_rate)
-
-
-def optimizer_spec(settings: OptimizerSettings) -> OptimizerSpec:
-    """The entry of the table that the settings name."""
-    return OPTIMIZERS[settings.name]
 
 
 def learning_rate_for(settings: OptimizerSettings, expert: str) -> float:
@@ -147,9 +141,7 @@ def automagic_limits(settings: OptimizerSettings, expert: str) -> LearningRateLi
     lowest_text, lowest = _expert_setting(settings, expert, "min_lr", DEFAULT_LIMITS.lowest)
     highest_text, highest = _expert_setting(settings, expert, "max_lr", DEFAULT_LIMITS.highest)
     if highest < lowest:
-        raise TrainError(
-            f"{highest_text} is below {lowest_text}; Automagic's learning rates move between these limits: set both"
-        )
+        raise TrainError(f"{highest_text} is below {lowest_text}; Automagic's rates move between the two: set both")
     default_bump = min(DEFAULT_LIMITS.bump, (highest - lowest) or DEFAULT_LIMITS.bump)
     bump_text, bump = _expert_setting(settings, expert, "lr_bump", default_bump)
     if bump > highest - lowest > 0:

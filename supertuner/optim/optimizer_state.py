@@ -30,11 +30,15 @@ MAX_LISTED = 5
 """The largest number of names in an error message."""
 
 
+def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy on the CPU that shares no memory with other entries."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
 def pack_state(
-    optimizer: ExpertOptimizer, copy: Callable[[torch.Tensor], torch.Tensor] | None = None
+    optimizer: ExpertOptimizer, copy: Callable[[torch.Tensor], torch.Tensor] = copy_to_cpu
 ) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
     """The optimizer's state. `copy` copies each tensor; by default to the CPU."""
-    copy = copy or _copy_to_cpu
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, JSON] = {}
     quantised: dict[str, JSON] = {}
@@ -46,15 +50,10 @@ def pack_state(
             elif type(value) is torch.Tensor:
                 tensors[entry] = copy(value)
             else:
-                quantized_value = cast(Any, value)
-                tensors[f"{entry}.codes"], tensors[f"{entry}.scale"] = (
-                    copy(quantized_value.codes),
-                    copy(quantized_value.scale),
-                )
-                quantised[entry] = {
-                    "signed": bool(quantized_value.signed),
-                    "dtype": str(value.dtype).removeprefix("torch."),
-                }
+                state = cast(Any, value)
+                tensors[f"{entry}.codes"], tensors[f"{entry}.scale"] = copy(state.codes), copy(state.scale)
+                dtype = str(value.dtype).removeprefix("torch.")
+                quantised[entry] = {"signed": bool(state.signed), "dtype": dtype}
     meta: dict[str, JSON] = {
         "optimizer": optimizer.name,
         "parameters": list(optimizer.parameters),
@@ -74,9 +73,7 @@ def restore_state(
     """
     missing_keys = sorted({"optimizer", "parameters", "group", "scalars", "quantised"} - meta.keys())
     if missing_keys:
-        raise CheckpointError(
-            f"the saved optimizer state has no {_join_names(missing_keys)}; the checkpoint is damaged"
-        )
+        raise CheckpointError(f"the saved optimizer state lacks {_join_names(missing_keys)}; the checkpoint is damaged")
     if meta["optimizer"] != optimizer.name:
         raise CheckpointError(
             f'the checkpoint was written with optimizer.name "{meta["optimizer"]}", but the configuration has '
@@ -85,21 +82,19 @@ def restore_state(
     _require_same_names("parameters", cast("list[str]", meta["parameters"]), list(optimizer.parameters))
     scalars, quantised = _meta_section(meta, "scalars"), _meta_section(meta, "quantised")
     entries = _entry_names(tensors, scalars, quantised)
-    _check_entries(optimizer, entries, tensors, scalars)
+    _check_entries(optimizer, entries, tensors)
     restored: dict[str, dict[str, Any]] = {}
     for entry in entries:
         name, key = entry.rsplit("/", 1)
         parameter = optimizer.parameters[name]
+        target = device or parameter.device
+        state = restored.setdefault(name, {})
         if entry in scalars:
-            restored.setdefault(name, {})[key] = _number_from_json(scalars[entry])
+            state[key] = _number_from_json(scalars[entry])
         elif entry in quantised:
-            restored.setdefault(name, {})[key] = _restore_8bit(
-                entry, tensors, cast("dict[str, JSON]", quantised[entry]), device or parameter.device
-            )
+            state[key] = _restore_8bit(entry, tensors, cast("dict[str, JSON]", quantised[entry]), target)
         else:
-            restored.setdefault(name, {})[key] = _match_layout(
-                tensors[entry], parameter, _entry_device(key, device or parameter.device, optimizer)
-            )
+            state[key] = _match_layout(tensors[entry], parameter, _entry_device(key, target, optimizer))
     for name, state in restored.items():
         optimizer.torch_optimizer.state[optimizer.parameters[name]] = state
     for group in optimizer.torch_optimizer.param_groups:
@@ -126,9 +121,7 @@ def _entry_names(tensors: Tensors, scalars: Mapping[str, JSON], quantised: Mappi
     return sorted({*(tensors.keys() - halves), *scalars, *quantised})
 
 
-def _check_entries(
-    optimizer: ExpertOptimizer, entries: list[str], tensors: Tensors, scalars: Mapping[str, JSON]
-) -> None:
+def _check_entries(optimizer: ExpertOptimizer, entries: list[str], tensors: Tensors) -> None:
     """Check that each parameter has all entries, or none if it never had a gradient, and that their shapes fit."""
     shapes = OPTIMIZERS[optimizer.name].state_shapes
     with_state = {entry.rpartition("/")[0] for entry in entries}
@@ -156,11 +149,6 @@ def _require_same_names(description: str, actual: Iterable[str], expected: Itera
 def _join_names(names: list[str]) -> str:
     more = len(names) - MAX_LISTED
     return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy on the CPU that shares no memory with other entries."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _match_layout(stored: torch.Tensor, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
@@ -199,9 +187,7 @@ def _restore_8bit(entry: str, tensors: Tensors, format_entry: Mapping[str, JSON]
 
 def _number_to_json(value: object) -> JSON:
     """A number as JSON; infinities and NaN become strings, because JSON has no numerals for them."""
-    assert isinstance(value, bool | int | float), (
-        f"the optimizer's state holds {value!r}, which is not a number and cannot be saved"
-    )
+    assert isinstance(value, bool | int | float), f"{value!r} in the optimizer's state is not a number"
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

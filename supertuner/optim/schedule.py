@@ -32,9 +32,7 @@ class BatchRamp:
     """Samples over which the window grows from `start` to `end`."""
 
     def __post_init__(self) -> None:
-        assert 1 <= self.start <= self.end, (
-            f"a ramp grows from at least 1; this one goes from {self.start} to {self.end}"
-        )
+        assert 1 <= self.start <= self.end, f"a ramp grows from at least 1; not from {self.start} to {self.end}"
         assert self.samples >= 0, f"{self.samples} samples"
 
     @property
@@ -44,14 +42,12 @@ class BatchRamp:
 
 def build_batch_ramp(config: RunConfig, world_size: int) -> BatchRamp:
     """The ramp of a configuration. Each of its `batch_rampup_steps` is `train.batch_size` samples."""
-    train, ramp_settings = config.train, config.gh200_optimizations
+    train, ramp = config.train, config.gh200_optimizations
     constant = train.batch_size * train.gradient_accumulation_steps * world_size
-    if not ramp_settings.enable_batch_size_rampup or ramp_settings.initial_effective_batch_size is None:
+    if not ramp.enable_batch_size_rampup or ramp.initial_effective_batch_size is None:
         return BatchRamp(constant, constant)
-    end = ramp_settings.target_effective_batch_size or constant
-    return BatchRamp(
-        ramp_settings.initial_effective_batch_size, end, ramp_settings.batch_rampup_steps * train.batch_size
-    )
+    end, samples = ramp.target_effective_batch_size or constant, ramp.batch_rampup_steps * train.batch_size
+    return BatchRamp(ramp.initial_effective_batch_size, end, samples)
 
 
 def window_samples(consumed: int, ramp: BatchRamp) -> int:
@@ -107,12 +103,6 @@ class TrainingSchedule:
     """Which setting ends the run, as text for the log."""
     spans: tuple[EqualWindowSpan, ...] = field(repr=False, compare=False)
 
-    def step_at(self, consumed: int) -> int:
-        """The index of the step whose window contains position `consumed`; `total_steps` at the end of the run."""
-        if consumed >= self.total_samples:
-            return self.total_steps
-        return _step_at(consumed, self.spans)
-
     def samples_after(self, steps: int) -> int:
         """The number of samples that the first `steps` optimizer steps consume."""
         return self.total_samples if steps >= self.total_steps else self.window_at(steps).start
@@ -140,20 +130,16 @@ def build_training_schedule(
     max_steps, epochs = config.train.max_steps, config.train.num_epochs
     by_steps = None if max_steps is None else _window_start(max_steps, spans)
     if epochs is None and by_steps is not None:
-        return TrainingSchedule(
-            ramp, by_steps, _step_count(by_steps, spans), f"train.max_steps {max_steps} ends the run", spans
-        )
-    by_epochs = samples_before_epoch(epochs or 1)
-    total, end_reason = by_epochs, f"train.num_epochs {epochs} ends the run"
-    if epochs is None:
-        end_reason = "one epoch: neither train.max_steps nor train.num_epochs is set"
-    elif by_steps is not None and by_steps <= by_epochs:
-        total, end_reason = (
-            by_steps,
-            f"train.max_steps {max_steps} ends the run, no later than train.num_epochs {epochs}",
-        )
-    elif by_steps is not None:
-        end_reason += f", before train.max_steps {max_steps}"
+        total, end_reason = by_steps, f"train.max_steps {max_steps} ends the run"
+    elif epochs is None:
+        total, end_reason = samples_before_epoch(1), "one epoch: neither train.max_steps nor train.num_epochs is set"
+    else:
+        total, end_reason = samples_before_epoch(epochs), f"train.num_epochs {epochs} ends the run"
+        if by_steps is not None and by_steps <= total:
+            total = by_steps
+            end_reason = f"train.max_steps {max_steps} ends the run, no later than train.num_epochs {epochs}"
+        elif by_steps is not None:
+            end_reason += f", before train.max_steps {max_steps}"
     return TrainingSchedule(ramp, total, _step_count(total, spans), end_reason, spans)
 
 
@@ -200,12 +186,10 @@ def ramp_change_text(size: int, batch_size: int, world_size: int) -> str:
 
 def _step_count(total: int, spans: tuple[EqualWindowSpan, ...]) -> int:
     """The number of windows that consume `total` samples."""
-    return _step_at(total - 1, spans) + 1 if total > 0 else 0
-
-
-def _step_at(position: int, spans: tuple[EqualWindowSpan, ...]) -> int:
-    span = spans[bisect_right(spans, position, key=lambda span: span.first_position) - 1]
-    return span.first_step + (position - span.first_position) // span.window_size
+    if total <= 0:
+        return 0
+    span = spans[bisect_right(spans, total - 1, key=lambda span: span.first_position) - 1]
+    return span.first_step + (total - 1 - span.first_position) // span.window_size + 1
 
 
 def _window_start(step: int, spans: tuple[EqualWindowSpan, ...]) -> int:

@@ -215,17 +215,9 @@ def _draw_series(axes: Axes, series: LossSeries, colour: str) -> None:
         steps, losses = _reduce_to_columns(series, *axes.get_xlim())
         axes.plot(steps, np.clip(losses, low, high), color=colour, alpha=PALE_ALPHA, linewidth=points(1))
         spikes = steps[losses > high]
-        edge = np.full(len(spikes), 1 + 3 / LOSS_HEIGHT)
-        axes.plot(
-            spikes,
-            edge,
-            "^",
-            color=_pale(colour),
-            markersize=points(8),
-            markeredgewidth=0,
-            transform=axes.get_xaxis_transform(),  # y as a share of the axes' height
-            clip_on=False,
-        )
+        edge, height_share = np.full(len(spikes), 1 + 3 / LOSS_HEIGHT), axes.get_xaxis_transform()
+        triangle: dict[str, Any] = {"color": _pale(colour), "markersize": points(8), "markeredgewidth": 0}
+        axes.plot(spikes, edge, "^", transform=height_share, clip_on=False, **triangle)
         trend = np.clip(smooth_losses(series.losses), low, high)
         marker = "o" if len(trend) == 1 else None
         axes.plot(series.steps, trend, color=colour, linewidth=points(3), marker=marker, markersize=points(6))
@@ -282,18 +274,10 @@ def _draw_heading(figure: Figure, curve: LossCurve, name: str) -> None:
     ]
     if any(series.held_out for series in curve.series):
         handles.append(Line2D([], [], label="held-out", **_ring(MUTED)))
-    legend = figure.legend(
-        handles=handles,
-        loc="center left",
-        bbox_to_anchor=((end + 26) / WIDTH, 1 - 57 / HEIGHT),
-        ncols=len(handles),
-        frameon=False,
-        labelcolor=INK,
-        prop={"family": FONT, "size": points(14)},
-        handlelength=1.6,
-        columnspacing=1.6,
-        borderpad=0,
-    )
+    place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": ((end + 26) / WIDTH, 1 - 57 / HEIGHT)}
+    style: dict[str, Any] = {"labelcolor": INK, "prop": {"family": FONT, "size": points(14)}, "frameon": False}
+    spacing: dict[str, Any] = {"handlelength": 1.6, "columnspacing": 1.6, "borderpad": 0}
+    legend = figure.legend(handles=handles, ncols=len(handles), **place, **style, **spacing)
     for label in legend.get_texts():
         label.set_parse_math(False)
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypeVar
 
 from supertuner.core.errors import RunFolderError
@@ -67,8 +68,8 @@ def _read_lines(path: Path, parse: Callable[[bytes], _Record]) -> list[_Record]:
         try:
             records.append(parse(line))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            message = f"{path}, line {number} is not a line of a loss log ({error}); remove that line"
-            raise RunFolderError(message) from error
+            problem = f"{path}, line {number} is not a line of a loss log ({error})"
+            raise RunFolderError(f"{problem}; remove that line") from error
     return records
 
 
@@ -85,22 +86,12 @@ def _parse_held_out(line: bytes) -> HeldOutRecord:
     return HeldOutRecord(fields["step"], fields["expert"], fields["level"], fields["loss"])
 
 
-_Types = Mapping[str, tuple[type, ...]]
+_Types = Mapping[str, type | UnionType]
 _STEP_TYPES: _Types = {
-    "step": (int,),
-    "samples": (int,),
-    "window": (int,),
-    "expert": (str,),
-    "loss": (int, float),
-    "grad_norm": (int, float, type(None)),
-    "rate": (int, float),
-}
-_HELD_OUT_TYPES: _Types = {
-    "step": (int,),
-    "expert": (str, type(None)),
-    "level": (int, float, type(None)),
-    "loss": (int, float, type(None)),
-}
+    "step": int, "samples": int, "window": int, "expert": str,
+    "loss": int | float, "grad_norm": int | float | None, "rate": int | float,
+}  # fmt: skip
+_HELD_OUT_TYPES: _Types = {"step": int, "expert": str | None, "level": int | float | None, "loss": int | float | None}
 
 
 def _require_types(fields: Mapping[str, Any], types: _Types) -> None:

@@ -43,19 +43,16 @@ def send_request(
     if holder is None:
         raise RunFolderError(f"no job is running in {run}; start it with `supertuner train CONFIG`, then request again")
     request_id = write_request(run, kind)
+    request_file, answer_file = _request_files(run, request_id)
     if not wait:
-        answer_file = run / REQUESTS_FOLDER / ANSWERS_FOLDER / f"{request_id}.json"
         report(f"requested from {holder}; it answers after its current window, in {answer_file}")
         return None
     try:
         report(f"requested from {holder}; it answers after its current window (Ctrl-C withdraws the request)")
         return wait_for_answer(run, request_id, timeout_s, report)
     finally:
-        for leftover in (
-            run / REQUESTS_FOLDER / f"{request_id}.json",
-            run / REQUESTS_FOLDER / ANSWERS_FOLDER / f"{request_id}.json",
-        ):
-            leftover.unlink(missing_ok=True)
+        request_file.unlink(missing_ok=True)
+        answer_file.unlink(missing_ok=True)
 
 
 def write_request(run: Path, kind: RequestKind) -> str:
@@ -65,20 +62,20 @@ def write_request(run: Path, kind: RequestKind) -> str:
         (run / REQUESTS_FOLDER).mkdir(exist_ok=True)  # the job creates it too, but perhaps later
         durable.write_json(run / REQUESTS_FOLDER / f"{request_id}.json", {"kind": kind})
     except OSError as error:
-        raise RunFolderError(
-            f"{run / REQUESTS_FOLDER} cannot be written: {error.strerror}; use the account that started the run"
-        ) from error
+        problem = f"{run / REQUESTS_FOLDER} cannot be written: {error.strerror}"
+        raise RunFolderError(f"{problem}; use the account that started the run") from error
     return request_id
 
 
 def wait_for_answer(run: Path, request_id: str, timeout_s: float | None, report: ReportLine) -> RequestAnswer:
     """Wait until the request is answered or the run has ended. Raises RunFolderError after `timeout_s`."""
     started = reported = time.monotonic()
+    request_file, answer_file = _request_files(run, request_id)
     while True:
         # The order matters: the job writes an answer before it removes the request, and does both before it releases
         # its folder. So an answer exists if the request was not pending before we looked for the answer.
-        is_pending = lock_holder(run) is not None and (run / REQUESTS_FOLDER / f"{request_id}.json").exists()
-        answer = _read_answer(run / REQUESTS_FOLDER / ANSWERS_FOLDER / f"{request_id}.json")
+        is_pending = lock_holder(run) is not None and request_file.exists()
+        answer = _read_answer(answer_file)
         if answer is not None:
             return answer
         if not is_pending:
@@ -95,6 +92,12 @@ def wait_for_answer(run: Path, request_id: str, timeout_s: float | None, report:
         time.sleep(POLL_SECONDS)
 
 
+def _request_files(run: Path, request_id: str) -> tuple[Path, Path]:
+    """The files of a request and its answer."""
+    folder, name = run / REQUESTS_FOLDER, f"{request_id}.json"
+    return folder / name, folder / ANSWERS_FOLDER / name
+
+
 def _read_answer(file: Path) -> RequestAnswer | None:
     if not os.path.lexists(file):
         return None
@@ -102,12 +105,9 @@ def _read_answer(file: Path) -> RequestAnswer | None:
         fields = read_json_object(file)
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{file} cannot be read: {error}; see the run's events.jsonl") from error
-    for status in get_args(AnswerStatus):
-        if fields.get("status") == status:
-            path = fields.get("path")
-            return RequestAnswer(
-                status,
-                escape_for_terminal(str(fields.get("message"))),
-                None if path is None else escape_for_terminal(str(path)),
-            )
+    status, message, path = (fields.get(name) for name in ("status", "message", "path"))
+    for known in get_args(AnswerStatus):
+        if status == known:
+            path_text = None if path is None else escape_for_terminal(str(path))
+            return RequestAnswer(known, escape_for_terminal(str(message)), path_text)
     raise RunFolderError(f"{file} is not an answer; see the run's events.jsonl")

@@ -14,15 +14,14 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 from supertuner.core import durable
 from supertuner.core.errors import RunFolderError
 from supertuner.core.events import NullSink, Sink, WarningEvent
-from supertuner.core.types import JSON, escape_for_terminal
+from supertuner.core.types import JSON, CloseOnExit, escape_for_terminal
 
 REQUESTS_FOLDER = "requests"
 ANSWERS_FOLDER = "answers"
@@ -51,7 +50,7 @@ class RequestAnswer:
     """Where the result was written."""
 
 
-class RequestInbox:
+class RequestInbox(CloseOnExit):
     """The job's side. On exit it answers the remaining requests with "ended"."""
 
     def __init__(self, run: Path, sink: Sink | None = None) -> None:
@@ -94,14 +93,6 @@ class RequestInbox:
         for request in self.pending():
             self._reply(request.id, RequestAnswer("ended", "the run ended before it could do this"))
 
-    def __enter__(self) -> RequestInbox:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _read_request(self, name: str) -> RunRequest | None:
         match = REQUEST_FILE_NAME.fullmatch(name)
         try:
@@ -126,12 +117,10 @@ class RequestInbox:
     def _write_answer(self, request_id: str, answer: RequestAnswer) -> None:
         """Write the answer. A failure is only a warning in the run's log: it must not end the run."""
         try:
-            fields = {"status": answer.status, "message": answer.message, "path": answer.path}
-            durable.write_json(self._folder / ANSWERS_FOLDER / f"{request_id}.json", fields)
+            durable.write_json(self._folder / ANSWERS_FOLDER / f"{request_id}.json", asdict(answer))
         except OSError as error:
-            self._sink.emit(
-                WarningEvent(f"request {request_id}", f"cannot be answered ({answer.message}): {error.strerror}")
-            )
+            problem = f"cannot be answered ({answer.message}): {error.strerror}"
+            self._sink.emit(WarningEvent(f"request {request_id}", problem))
 
     def _move_to_refused(self, name: str, reason: str) -> None:
         try:
@@ -139,19 +128,16 @@ class RequestInbox:
         except OSError as error:
             self._warn_once(name, f"{reason}, and cannot be moved away: {error.strerror}; it is ignored")
         else:
-            self._sink.emit(
-                WarningEvent(
-                    f"{REQUESTS_FOLDER}/{escape_for_terminal(name)}",
-                    f"{escape_for_terminal(reason)}; moved to {REFUSED_FOLDER}/",
-                )
-            )
+            self._warn(name, f"{reason}; moved to {REFUSED_FOLDER}/")
 
     def _warn_once(self, name: str, message: str) -> None:
         if name not in self._ignored_names:
             self._ignored_names |= {name}
-            self._sink.emit(
-                WarningEvent(f"{REQUESTS_FOLDER}/{escape_for_terminal(name)}", escape_for_terminal(message))
-            )
+            self._warn(name, message)
+
+    def _warn(self, name: str, message: str) -> None:
+        what = f"{REQUESTS_FOLDER}/{escape_for_terminal(name)}"
+        self._sink.emit(WarningEvent(what, escape_for_terminal(message)))
 
     def _drop_old_answers(self) -> None:
         """Remove answers of earlier sessions that no client fetched. A client that still waited saw the run end."""
@@ -159,12 +145,7 @@ class RequestInbox:
             try:
                 (self._folder / ANSWERS_FOLDER / name).unlink()
             except OSError as error:
-                self._sink.emit(
-                    WarningEvent(
-                        f"{REQUESTS_FOLDER}/{ANSWERS_FOLDER}/{escape_for_terminal(name)}",
-                        f"cannot be removed: {error.strerror}",
-                    )
-                )
+                self._warn(f"{ANSWERS_FOLDER}/{name}", f"cannot be removed: {error.strerror}")
 
 
 def read_json_object(path: Path) -> Mapping[str, JSON]:
@@ -188,10 +169,8 @@ def read_json_object(path: Path) -> Mapping[str, JSON]:
 
 
 def _request_kind(value: Mapping[str, JSON]) -> RequestKind:
-    for known in get_args(RequestKind):
-        if value.get("kind") == known:
-            kind: RequestKind = known
-            return kind
+    if value.get("kind") in get_args(RequestKind):
+        return cast(RequestKind, value["kind"])
     shown = repr(value.get("kind"))[:80]
     raise ValueError(f"its kind is {shown}; known kinds: {', '.join(get_args(RequestKind))}")
 

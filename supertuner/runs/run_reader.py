@@ -13,29 +13,16 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 from supertuner.core.errors import RunFolderError
 from supertuner.core.types import JSON
-from supertuner.runs.loss_files import (
-    HELD_OUT_FILE,
-    LOSSES_FILE,
-    HeldOutRecord,
-    read_held_out_losses,
-    read_losses,
-)
+from supertuner.runs.loss_files import HELD_OUT_FILE, LOSSES_FILE, HeldOutRecord, read_held_out_losses, read_losses
+from supertuner.sinks import run_folder
 from supertuner.sinks.jsonlines import read_records
-from supertuner.sinks.run_folder import (
-    DECISIONS_FILE,
-    EVENTS_FILE,
-    RESOLVED_CONFIG_FILE,
-    RUN_FILE,
-    SET_ASIDE_FILE,
-    lock_holder,
-)
+from supertuner.sinks.run_folder import RUN_FILE
 from supertuner.sinks.saved_config import flatten_settings
 from supertuner.sinks.training_events import StepRecord
-
-SAMPLES_FOLDER = "samples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +64,7 @@ class RunReader:
 
     def holder(self) -> str | None:
         """The process that uses the run, `process 4711 since …`; None if no process does."""
-        return lock_holder(self.path)
+        return run_folder.lock_holder(self.path)
 
     def config(self) -> Mapping[str, JSON]:
         """Every setting with its value, as a tree."""
@@ -99,25 +86,21 @@ class RunReader:
 
     def decisions(self) -> list[dict[str, JSON]]:
         """The latest decision of each name, with its earlier values in `before`."""
-        return latest_decisions(_load_list(self.path / DECISIONS_FILE))
+        return latest_decisions(run_folder.read_run_list(self.path / run_folder.DECISIONS_FILE))
 
     def events(self) -> Iterator[dict[str, JSON]]:
         """Every event, oldest first, as written by `sinks.jsonlines`."""
-        return read_records(self.path / EVENTS_FILE)
+        return read_records(self.path / run_folder.EVENTS_FILE)
 
     def set_aside(self) -> list[dict[str, JSON]]:
         """The files that the run does not use: dataset, file, reason."""
-        return list(read_records(self.path / SET_ASIDE_FILE))
+        return list(read_records(self.path / run_folder.SET_ASIDE_FILE))
 
     def losses(self) -> list[StepRecord]:
         return read_losses(self.path / LOSSES_FILE)
 
     def held_out_losses(self) -> list[HeldOutRecord]:
         return read_held_out_losses(self.path / HELD_OUT_FILE)
-
-    def sample_folders(self) -> list[Path]:
-        """The folders with samples of validations, oldest step first. Each holds a grid.png and a samples.json."""
-        return sorted((self.path / SAMPLES_FOLDER).glob("step-*"))
 
     def summary(self) -> RunSummary:
         events = list(self.events())
@@ -130,13 +113,13 @@ class RunReader:
             config_file=self.config_file,
             settings=self.explicit_settings(),
             decisions=self.decisions(),
-            warnings=_without_duplicates(warnings),
+            warnings=list({json.dumps(row): row for row in warnings}.values()),  # without duplicates
             set_aside=self.set_aside(),
             figures={str(e["what"]): e["figures"] for e in events if e["event"] == "measured"},
         )
 
     def _resolved(self) -> Mapping[str, JSON]:
-        return _load_object(self.path / RESOLVED_CONFIG_FILE)
+        return run_folder.read_run_object(self.path / run_folder.RESOLVED_CONFIG_FILE)
 
 
 def open_run(path: Path) -> RunReader:
@@ -145,7 +128,7 @@ def open_run(path: Path) -> RunReader:
         runs = ", ".join(run.name for run in find_runs(path)[:5])
         hint = f"; there are runs below it: {runs}" if runs else ""
         raise RunFolderError(f"{path} is not a run folder: it has no {RUN_FILE}{hint}")
-    run = _load_object(path / RUN_FILE)
+    run = run_folder.read_run_object(path / RUN_FILE)
     return RunReader(path, str(run.get("name")), str(run.get("begun")), str(run.get("config_file")))
 
 
@@ -159,35 +142,6 @@ def latest_decisions(decisions: Iterable[Mapping[str, JSON]]) -> list[dict[str, 
     latest: dict[JSON, dict[str, JSON]] = {}
     for decision in decisions:
         earlier = latest.pop(decision["what"], None)
-        before: list[JSON] = []
-        if earlier is not None:
-            assert isinstance(earlier["before"], list)
-            before = [*earlier["before"], earlier["value"]]
+        before = [] if earlier is None else [*cast("list[JSON]", earlier["before"]), earlier["value"]]
         latest[decision["what"]] = {**decision, "before": before}
     return list(latest.values())
-
-
-def _load_object(path: Path) -> Mapping[str, JSON]:
-    value = _load_json(path)
-    if not isinstance(value, dict):
-        raise RunFolderError(f"{path} is not a JSON object; the run folder is damaged")
-    return value
-
-
-def _load_list(path: Path) -> list[dict[str, JSON]]:
-    value = _load_json(path)
-    if not isinstance(value, list):
-        raise RunFolderError(f"{path} is not a JSON list; the run folder is damaged")
-    return value
-
-
-def _load_json(path: Path) -> object:
-    try:
-        value: object = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RunFolderError(f"{path} cannot be read ({error}); the run folder is damaged") from error
-    return value
-
-
-def _without_duplicates(rows: Iterable[dict[str, JSON]]) -> list[dict[str, JSON]]:
-    return list({json.dumps(row): row for row in rows}.values())

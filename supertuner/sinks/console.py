@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import IO, cast
 
 from rich.console import Console as RichConsole
@@ -23,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NoteEvent, SetAsideEvent, WarningEvent
-from supertuner.core.types import JSON, escape_for_terminal
+from supertuner.core.types import JSON, CloseOnExit, escape_for_terminal
 from supertuner.sinks.phase_counters import PhaseCounters
 from supertuner.sinks.training_display import DisplayCounters, DisplayRow, TrainingDisplay
 
@@ -34,7 +33,7 @@ REFRESHES_PER_SECOND = 4
 """How often a live display is redrawn; each time costs milliseconds of the work that it shows."""
 
 
-class ConsoleSink:
+class ConsoleSink(CloseOnExit):
     """Sink and progress display for a person. `close` prints what was collected.
 
     Decisions are collected and shown together, before the next phase and at the end. `close` lists the first few
@@ -90,21 +89,12 @@ class ConsoleSink:
         self._training.stop()
         self.show_decisions()
         for event in self._set_aside[:MAX_SET_ASIDE_SHOWN]:
-            self.print_above(
-                Text.assemble(("set aside ", "yellow"), (escape_for_terminal(event.file), "bold"), f": {event.reason}")
-            )
+            file = escape_for_terminal(event.file)
+            self.print_above(Text.assemble(("set aside ", "yellow"), (file, "bold"), f": {event.reason}"))
         hidden_count = len(self._set_aside) - MAX_SET_ASIDE_SHOWN
         if hidden_count > 0:
             self.print_above(Text(f"and {hidden_count} more files set aside; {self._set_aside_hint}"))
         self._set_aside = []
-
-    def __enter__(self) -> ConsoleSink:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def print_above(self, content: Text | Table) -> None:
         """Print above the live display."""
@@ -161,9 +151,7 @@ class ConsolePhase:
         self._row = self._console.open_row(self._counters.title, self._counters)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         verb = "" if kind is None else "stopped after "
         self._counters.end(self._clock())
         line = f"{self._counters.title}: {verb}{self._counters.status_text(self._clock())}"

@@ -8,11 +8,10 @@ import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 
 from supertuner.core.errors import RunFolderError
 from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NoteEvent, SetAsideEvent, WarningEvent
-from supertuner.core.types import JSON
+from supertuner.core.types import JSON, CloseOnExit
 
 EVENT_NAMES: Mapping[type[Event], str] = {
     DecisionEvent: "decided",
@@ -23,7 +22,7 @@ EVENT_NAMES: Mapping[type[Event], str] = {
 }
 
 
-class JsonLinesFile:
+class JsonLinesFile(CloseOnExit):
     """A file of records, to which several threads may append.
 
     A record is written as a whole line by one write(), so a line without a newline was cut off by a kill or a full
@@ -41,9 +40,8 @@ class JsonLinesFile:
             while remaining:  # a disk that becomes full takes a part of the line, and the next call raises
                 remaining = remaining[os.write(self._handle, remaining) :]
         except OSError as error:
-            raise RunFolderError(
-                f"{self.path} cannot be written: {error.strerror}; free space and start again"
-            ) from error
+            problem = f"{self.path} cannot be written: {error.strerror}"
+            raise RunFolderError(f"{problem}; free space and start again") from error
 
     def emit(self, event: Event, /) -> None:
         self.append(event_record(event))
@@ -53,14 +51,6 @@ class JsonLinesFile:
             os.fsync(self._handle)
         finally:
             os.close(self._handle)
-
-    def __enter__(self) -> JsonLinesFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def encode_line(record: Mapping[str, JSON]) -> bytes:
@@ -102,14 +92,9 @@ def readable_time(moment: str) -> str:
 
 def _truncate_incomplete_line(handle: int) -> None:
     """Truncate the file after its last complete line."""
-    end = os.fstat(handle).st_size
-    step = 1 << 16
-    position = end
-    while position > 0:
-        begin = max(0, position - step)
-        newline = os.pread(handle, position - begin, begin).rfind(b"\n")
-        if newline >= 0:
-            os.ftruncate(handle, begin + newline + 1)
-            return
-        position = begin
-    os.ftruncate(handle, 0)
+    end, newline = os.fstat(handle).st_size, -1
+    while end > 0 and newline < 0:
+        begin = max(0, end - (1 << 16))
+        newline = os.pread(handle, end - begin, begin).rfind(b"\n")
+        end = begin + newline + 1 if newline >= 0 else begin
+    os.ftruncate(handle, end)

@@ -40,26 +40,20 @@ class PhaseCounters:
         elapsed = max(1e-9, (self.ended_s if self.ended_s is not None else now_s) - self.started_s)
         parts = []
         if self.items or self.items_total:
-            parts.append(
-                _part_of_total(f"{self.items:,}", f"{self.items_total:,}" if self.items_total else "") + f" {self.noun}"
-            )
+            total = f"{self.items_total:,}" if self.items_total else ""
+            parts.append(f"{_part_of_total(f'{self.items:,}', total)} {self.noun}")
         if self.nbytes or self.bytes_total:
-            parts.append(
-                _part_of_total(bytes_text(self.nbytes), bytes_text(self.bytes_total) if self.bytes_total else "")
-            )
+            total = bytes_text(self.bytes_total) if self.bytes_total else ""
+            parts.append(_part_of_total(bytes_text(self.nbytes), total))
         if self.nbytes:
             parts.append(f"{bytes_text(self.nbytes / elapsed)}/s")
         elif self.items:
             parts.append(f"{self.items / elapsed:,.0f} {self.noun}/s")
         if self.ended_s is not None:
             return ", ".join([*parts, f"in {duration_text(elapsed)}"]) if parts else duration_text(elapsed)
-        remaining_s = seconds_left(self.fraction_done(), elapsed)
-        return ", ".join(parts if remaining_s is None else [*parts, f"{duration_text(remaining_s)} left"])
-
-
-def seconds_left(fraction_done: float, elapsed_s: float) -> float | None:
-    """Time left at the average pace so far; None if nothing is done yet."""
-    return None if fraction_done <= 0.0 else elapsed_s * (1.0 - fraction_done) / fraction_done
+        if (done := self.fraction_done()) > 0.0:  # the time left at the average pace so far
+            parts.append(f"{duration_text(elapsed * (1.0 - done) / done)} left")
+        return ", ".join(parts)
 
 
 def duration_text(seconds: float) -> str:

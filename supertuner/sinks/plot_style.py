@@ -48,9 +48,8 @@ def add_axes(figure: Figure, left: float, top: float, width: float, height: floa
     axes.spines["bottom"].set(color=MUTED, linewidth=points(1))
     axes.grid(True, axis="y", color=RULE, linewidth=points(1))
     axes.set_axisbelow(True)
-    axes.tick_params(
-        which="both", length=0, labelcolor=MUTED, labelsize=points(TICK_PX), labelfontfamily=FONT, pad=points(8)
-    )
+    axes.tick_params(which="both", length=0, pad=points(8))
+    axes.tick_params(which="both", labelcolor=MUTED, labelsize=points(TICK_PX), labelfontfamily=FONT)
     return axes
 
 
@@ -61,17 +60,9 @@ def add_text(
 
     `style` are properties of matplotlib's Text; by default the text is muted and starts at `left`.
     """
-    whole_width, whole_height = figure.bbox.width, figure.bbox.height
-    style = {"color": MUTED, "ha": "left", "va": "top", **style}
-    drawn = figure.text(
-        left / whole_width,
-        1 - top / whole_height,
-        drawable_text(text),
-        fontsize=points(size_px),
-        fontfamily=FONT,
-        parse_math=False,
-        **style,
-    )
+    font = {"fontsize": points(size_px), "fontfamily": FONT, "parse_math": False}
+    style = {"color": MUTED, "ha": "left", "va": "top", **font, **style}
+    drawn = figure.text(left / figure.bbox.width, 1 - top / figure.bbox.height, drawable_text(text), **style)
     whole_text = drawn.get_text()
     while max_width is not None and drawn.get_window_extent().width > max_width and len(whole_text) > 1:
         whole_text = whole_text[:-1]

@@ -20,9 +20,8 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from supertuner.core import durable
 from supertuner.core.errors import RunFolderError
@@ -53,12 +52,16 @@ class RunFolder:
         self.changed_settings: tuple[str, ...] = ()
         """The settings that changed since the last session of this run; none of them affects what is trained."""
         _refuse_foreign_folder(path)
-        _make_folder(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"{path} cannot be created: {error.strerror}"
+            raise RunFolderError(f"{problem}; choose another run.output_dir") from error
         self._lock_handle = _acquire_lock(path)
         try:
             _refuse_foreign_folder(path)
             self._begin_run(name, config)
-            self._decisions = _read_list(path / DECISIONS_FILE)
+            self._decisions = read_run_list(path / DECISIONS_FILE)
             self._set_aside_keys = {_set_aside_key(line) for line in read_records(path / SET_ASIDE_FILE)}
             self._set_aside_file = JsonLinesFile(path / SET_ASIDE_FILE)
             self._events_file = JsonLinesFile(path / EVENTS_FILE)
@@ -97,7 +100,7 @@ class RunFolder:
     def close(self) -> None:
         """Release the folder; its files stay."""
         try:
-            with closing(self._events_file), closing(self._set_aside_file):
+            with self._events_file, self._set_aside_file:
                 pass
         finally:
             os.close(self._lock_handle)
@@ -105,19 +108,19 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         try:
             self.close()
         except OSError as refusal:
-            if error is None:
+            if kind is None:
                 raise _write_error(self.path, refusal) from refusal
             # Otherwise the original error is raised, not the failure to sync the records.
 
     def _begin_run(self, name: str, config: SavedConfig) -> None:
         """Write the files of a new run; run.json comes last, because without it the folder is not a run."""
-        _sweep_temporaries(self.path)
+        for entry in self.path.iterdir():
+            if _is_temporary(entry.name):
+                entry.unlink()
         run = self.path / RUN_FILE
         if run.exists():
             self.replaced_settings = _require_same_run(self.path, config)
@@ -136,7 +139,7 @@ class RunFolder:
 
     def _continue_run(self, config: SavedConfig) -> None:
         """Continue a run. Changeable settings may differ; the folder stores their newest values."""
-        before = _read_object(self.path / RESOLVED_CONFIG_FILE).get("config")
+        before = read_run_object(self.path / RESOLVED_CONFIG_FILE).get("config")
         self.changed_settings = tuple(config.all_differences(before)) if isinstance(before, Mapping) else ()
         if self.changed_settings:
             durable.write_json(self.path / RESOLVED_CONFIG_FILE, {"config": config.resolved, "origins": config.origins})
@@ -171,13 +174,6 @@ def lock_holder(path: Path) -> str | None:
     finally:
         os.close(handle)
     return None
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be created: {error.strerror}; choose another run.output_dir") from error
 
 
 def _acquire_lock(path: Path) -> int:
@@ -217,21 +213,19 @@ def _refuse_foreign_folder(path: Path) -> None:
     foreign = [n for n in names if n not in ours and not n.startswith(f"{CONFIG_FILE_STEM}.") and not _is_temporary(n)]
     if RUN_FILE not in names and foreign:
         some = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
-        raise RunFolderError(
-            f"{path} contains files that are not from a run ({some}); choose another run.output_dir or run.name"
-        )
+        problem = f"{path} contains files that are not from a run ({some})"
+        raise RunFolderError(f"{problem}; choose another run.output_dir or run.name")
 
 
 def _require_same_run(path: Path, config: SavedConfig) -> tuple[str, ...]:
     """The differences from the settings of the run in this folder. Raises RunFolderError if that run has results."""
-    run = _read_object(path / RUN_FILE)
+    run = read_run_object(path / RUN_FILE)
     if run.get("format") != RUN_FORMAT:
-        raise RunFolderError(
-            f"{path / RUN_FILE} has format {run.get('format')}, this version reads {RUN_FORMAT}; use another run.name"
-        )
+        problem = f"{path / RUN_FILE} has format {run.get('format')}, this version reads {RUN_FORMAT}"
+        raise RunFolderError(f"{problem}; use another run.name")
     if run.get("config_digest") == config.digest:
         return ()
-    saved_config = _read_object(path / RESOLVED_CONFIG_FILE).get("config")
+    saved_config = read_run_object(path / RESOLVED_CONFIG_FILE).get("config")
     lines = config.identity_differences(saved_config if isinstance(saved_config, Mapping) else {})
     if not lines:  # the digest of an earlier version covered other settings
         return ()
@@ -240,15 +234,9 @@ def _require_same_run(path: Path, config: SavedConfig) -> tuple[str, ...]:
     shown = [f"  {line}" for line in lines[:MAX_DIFFERENCES_SHOWN]]
     if len(lines) > MAX_DIFFERENCES_SHOWN:
         shown.append(f"  and {len(lines) - MAX_DIFFERENCES_SHOWN} more")
-    raise RunFolderError(
-        "\n".join(
-            [
-                f"{path} belongs to another run, begun {readable_time(str(run.get('begun')))}; its settings differ:",
-                *shown,
-                f"set another run.name{_resume_hint(path)}, or move that folder away",
-            ]
-        )
-    )
+    first = f"{path} belongs to another run, begun {readable_time(str(run.get('begun')))}; its settings differ:"
+    last = f"set another run.name{_resume_hint(path)}, or move that folder away"
+    raise RunFolderError("\n".join([first, *shown, last]))
 
 
 def _resume_hint(path: Path) -> str:
@@ -270,31 +258,26 @@ def _is_temporary(name: str) -> bool:
     return name.startswith(".") and name.endswith(".tmp")
 
 
-def _sweep_temporaries(path: Path) -> None:
-    for entry in path.iterdir():
-        if _is_temporary(entry.name):
-            entry.unlink()
-
-
-def _read_object(path: Path) -> Mapping[str, JSON]:
-    value = _read_json(path)
-    if not isinstance(value, dict):
-        raise RunFolderError(f"{path} is not a JSON object; move the run folder away and start again")
+def read_run_object(path: Path) -> dict[str, JSON]:
+    """A JSON object in a run folder. Raises RunFolderError if it is not readable."""
+    value: dict[str, JSON] = _read_json(path, dict)
     return value
 
 
-def _read_list(path: Path) -> list[dict[str, JSON]]:
-    value = _read_json(path)
-    if not isinstance(value, list):
-        raise RunFolderError(f"{path} is not a JSON list; move the run folder away and start again")
+def read_run_list(path: Path) -> list[dict[str, JSON]]:
+    """A JSON list of objects in a run folder. Raises RunFolderError if it is not readable."""
+    value: list[dict[str, JSON]] = _read_json(path, list)
     return value
 
 
-def _read_json(path: Path) -> JSON:
+def _read_json(path: Path, kind: type) -> Any:
+    remedy = "the run folder is damaged: move it away and start again"
     try:
-        value: JSON = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise RunFolderError(f"{path} cannot be read ({error}); move the run folder away and start again") from error
+        raise RunFolderError(f"{path} cannot be read ({error}); {remedy}") from error
+    if not isinstance(value, kind):
+        raise RunFolderError(f"{path} is not a JSON {'object' if kind is dict else 'list'}; {remedy}")
     return value
 
 

@@ -47,37 +47,29 @@ class SavedConfig:
 
     def identity_differences(self, other_resolved: Mapping[str, JSON]) -> list[str]:
         """The differences from `other_resolved` that make it another run, one line each."""
-        return _difference_lines(
-            self._identity_settings(self.resolved), self._identity_settings(other_resolved), self.defaults
-        )
+        ours, theirs = self._identity_settings(self.resolved), self._identity_settings(other_resolved)
+        return _difference_lines(ours, theirs, self.defaults)
 
     def all_differences(self, other_resolved: Mapping[str, JSON]) -> list[str]:
         """All differences from `other_resolved`, one line each."""
-        return _difference_lines(
-            dict(flatten_settings(self.resolved)), dict(flatten_settings(other_resolved)), self.defaults
-        )
+        ours, theirs = dict(flatten_settings(self.resolved)), dict(flatten_settings(other_resolved))
+        return _difference_lines(ours, theirs, self.defaults)
 
     def _identity_settings(self, resolved: Mapping[str, JSON]) -> dict[str, JSON]:
         """The settings that identify the run: those that are not changeable and do not have their default."""
-        return {
-            path: value
-            for path, value in flatten_settings(resolved)
-            if not any(
-                (pattern := _pattern(path)) == changeable_pattern or pattern.startswith(f"{changeable_pattern}.")
-                for changeable_pattern in self.changeable
-            )
-            and (_pattern(path) not in self.defaults or self.defaults[_pattern(path)] != value)
-        }
+        settings = {}
+        for path, value in flatten_settings(resolved):
+            pattern = _pattern(path)
+            changeable = any(pattern == block or pattern.startswith(f"{block}.") for block in self.changeable)
+            if not changeable and (pattern not in self.defaults or self.defaults[pattern] != value):
+                settings[path] = value
+        return settings
 
 
 def _difference_lines(ours: Mapping[str, JSON], theirs: Mapping[str, JSON], defaults: Mapping[str, JSON]) -> list[str]:
     ours, theirs = _with_defaults(ours, theirs, defaults), _with_defaults(theirs, ours, defaults)
-    paths = [*ours, *(path for path in theirs if path not in ours)]
-    return [
-        f"{path}: {_value_text(theirs, path)} there, {_value_text(ours, path)} here"
-        for path in paths
-        if _value_text(ours, path) != _value_text(theirs, path)
-    ]
+    texts = {path: (_value_text(theirs, path), _value_text(ours, path)) for path in {**ours, **theirs}}
+    return [f"{path}: {there} there, {here} here" for path, (there, here) in texts.items() if there != here]
 
 
 def _with_defaults(

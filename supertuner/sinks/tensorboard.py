@@ -15,21 +15,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from supertuner.core.errors import RunFolderError
 from supertuner.core.events import MEMORY_MEASUREMENT, Event, MeasurementEvent
-from supertuner.core.types import JSON
-from supertuner.sinks.training_events import (
-    TRAIN_HELD_OUT,
-    TRAIN_RATES,
-    TRAIN_SAMPLES,
-    TRAIN_STEP,
-    held_out_losses,
-    memory_scalars,
-    rate_scalars,
-)
+from supertuner.core.types import JSON, CloseOnExit
+from supertuner.sinks import training_events as training
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -38,7 +29,7 @@ STEP_SCALARS = ("grad_norm", "rate", "samples_in_window", "samples_per_s", "wait
 EVENT_FILE_PREFIX = "events.out.tfevents."
 
 
-class TensorBoardSink:
+class TensorBoardSink(CloseOnExit):
     """A sink. Each event is flushed at once, so that a kill loses nothing that a checkpoint counts as done."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
@@ -49,29 +40,16 @@ class TensorBoardSink:
     def emit(self, event: Event, /) -> None:
         if not isinstance(event, MeasurementEvent):
             return
-        if event.what == TRAIN_STEP:
-            self._write("train", event.figures, _step_summary(event.figures))
-        elif event.what == TRAIN_HELD_OUT:
-            self._write("held_out", event.figures, _held_out_summary(event.figures))
-        elif event.what == TRAIN_SAMPLES:
+        if event.what == training.TRAIN_SAMPLES:
             self._write("samples", event.figures, _grid_summary(event.figures))
-        elif event.what == MEMORY_MEASUREMENT:
-            self._write("memory", event.figures, _scalar_summary(memory_scalars(event.figures)))
-        elif event.what == TRAIN_RATES:
-            self._write("rates", event.figures, _scalar_summary(rate_scalars(event.figures)))
+        elif event.what in SCALARS:
+            folder, scalars = SCALARS[event.what]
+            self._write(folder, event.figures, _scalar_summary(scalars(event.figures)))
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
         self._files = {}
-
-    def __enter__(self) -> TensorBoardSink:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _write(self, name: str, figures: Mapping[str, JSON], summary: Summary) -> None:
         if name not in self._files:
@@ -131,18 +109,27 @@ def _session_number(name: str) -> int:
     return int(number) if number != name and number.isascii() and number.isdigit() else 0
 
 
-def _step_summary(figures: Mapping[str, JSON]) -> Summary:
+def _step_scalars(figures: Mapping[str, JSON]) -> dict[str, float]:
     values = {f"loss/{figures['expert']}": figures["loss"], **{name: figures.get(name) for name in STEP_SCALARS}}
-    return _scalar_summary({tag: value for tag, value in values.items() if isinstance(value, int | float)})
+    return {tag: value for tag, value in values.items() if isinstance(value, int | float)}
 
 
-def _held_out_summary(figures: Mapping[str, JSON]) -> Summary:
+def _held_out_scalars(figures: Mapping[str, JSON]) -> dict[str, float]:
     """Means as `loss/EXPERT`, beside the training loss of the same expert; levels as `level/EXPERT/0.50`."""
     values = {}
-    for row in held_out_losses(figures):
+    for row in training.held_out_losses(figures):
         tag = f"loss/{row.expert or 'all'}" if row.sigma is None else f"level/{row.expert or 'all'}/{row.sigma:.2f}"
         values[tag] = row.loss
-    return _scalar_summary(values)
+    return values
+
+
+SCALARS: Mapping[str, tuple[str, Callable[[Mapping[str, JSON]], Mapping[str, float]]]] = {
+    training.TRAIN_STEP: ("train", _step_scalars),
+    training.TRAIN_HELD_OUT: ("held_out", _held_out_scalars),
+    training.TRAIN_RATES: ("rates", training.rate_scalars),
+    MEMORY_MEASUREMENT: ("memory", training.memory_scalars),
+}
+"""Event → the folder of its event files, and its scalars by tag."""
 
 
 def _grid_summary(figures: Mapping[str, JSON]) -> Summary:

@@ -9,14 +9,7 @@ from rich.text import Text
 
 from supertuner.core.events import MeasurementEvent
 from supertuner.core.types import JSON
-from supertuner.sinks.training_events import (
-    TRAIN_BEGIN,
-    TRAIN_END,
-    TRAIN_HELD_OUT,
-    TRAIN_SAMPLES,
-    TRAIN_STEP,
-    held_out_losses,
-)
+from supertuner.sinks import training_events as training
 from supertuner.sinks.training_line import TrainingStatusLine
 
 TRAINING_TITLE = "training"
@@ -61,44 +54,40 @@ class TrainingDisplay:
         """When the display may be redrawn."""
 
     def show(self, event: MeasurementEvent) -> None:
-        if event.what == TRAIN_STEP:
+        if event.what == training.TRAIN_STEP:
             self._show_step(event)
-        elif event.what == TRAIN_BEGIN:
-            self._show_begin(event)
-        elif event.what == TRAIN_END:
+        elif event.what == training.TRAIN_BEGIN:
+            self._show_begin(event.figures)
+        elif event.what == training.TRAIN_END:
             self._close("")
-        elif event.what in (TRAIN_HELD_OUT, TRAIN_SAMPLES):
-            text = held_out_text(event.figures) if event.what == TRAIN_HELD_OUT else samples_text(event.figures)
-            self._screen.print_above(Text(text))
+        elif event.what == training.TRAIN_HELD_OUT:
+            self._screen.print_above(Text(held_out_text(event.figures)))
+        elif event.what == training.TRAIN_SAMPLES:
+            self._screen.print_above(Text(samples_text(event.figures)))
 
     def stop(self) -> None:
         """End the display of a run that sent no `train/end`."""
         self._close("stopped at ")
 
-    def _show_begin(self, event: MeasurementEvent) -> None:
+    def _show_begin(self, figures: Mapping[str, JSON]) -> None:
         self._close("")
         self._screen.show_decisions()
-        self._status_line = TrainingStatusLine(event.figures, self._clock())
+        self._status_line = TrainingStatusLine(figures, self._clock())
         self._row = self._screen.open_row(TRAINING_TITLE, self._status_line)
 
     def _show_step(self, event: MeasurementEvent) -> None:
         if self._status_line is None:
-            self._show_begin(MeasurementEvent(TRAIN_BEGIN))
+            self._show_begin({})
             assert self._status_line is not None
         now = self._clock()
         self._status_line.add(event.figures, now)
-        if now >= self._next_draw_s:
-            self._draw(now)
-
-    def _draw(self, now_s: float) -> None:
-        if self._status_line is None:
+        if now < self._next_draw_s:
             return
         if self._row is not None:
             self._row.draw()
-            self._next_draw_s = now_s + ROW_SECONDS
         else:
-            self._screen.print_above(Text(f"{TRAINING_TITLE}: {self._status_line.status_text(now_s)}"))
-            self._next_draw_s = now_s + LINE_SECONDS
+            self._screen.print_above(Text(f"{TRAINING_TITLE}: {self._status_line.status_text(now)}"))
+        self._next_draw_s = now + (ROW_SECONDS if self._row is not None else LINE_SECONDS)
 
     def _close(self, verb: str) -> None:
         line, self._status_line = self._status_line, None
@@ -116,7 +105,7 @@ class TrainingDisplay:
 
 def held_out_text(figures: Mapping[str, JSON]) -> str:
     """`held-out loss at step 40: 0.1234 (high_noise 0.1300, low_noise 0.1168)`."""
-    means = [row for row in held_out_losses(figures) if row.sigma is None]
+    means = [row for row in training.held_out_losses(figures) if row.sigma is None]
     overall = [f"{row.loss:.4f}" for row in means if row.expert is None]
     parts = ", ".join(f"{row.expert} {row.loss:.4f}" for row in means if row.expert is not None)
     shown = f"{overall[0]} ({parts})" if overall and parts else (overall[0] if overall else parts or "not finite")

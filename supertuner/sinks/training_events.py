@@ -17,18 +17,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from supertuner.core.events import Event, MeasurementEvent, Sink
 from supertuner.core.types import JSON
 
-TRAIN_BEGIN, TRAIN_STEP, TRAIN_HELD_OUT, TRAIN_SAMPLES, TRAIN_END = (
-    "train/begin",
-    "train/step",
-    "train/held_out",
-    "train/samples",
-    "train/end",
-)
-TRAIN_RATES = "train/rates"
+TRAIN_BEGIN, TRAIN_STEP, TRAIN_RATES = "train/begin", "train/step", "train/rates"
+TRAIN_HELD_OUT, TRAIN_SAMPLES, TRAIN_END = "train/held_out", "train/samples", "train/end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,37 +59,32 @@ class HeldOutLoss:
 
 def train_begin_event(*, step: int, steps: int, samples: int, samples_total: int) -> MeasurementEvent:
     """Training starts or resumes after `step` of `steps` optimizer steps and `samples` of `samples_total` samples."""
-    return MeasurementEvent(
-        TRAIN_BEGIN, {"step": step, "steps": steps, "samples": samples, "samples_total": samples_total}
-    )
+    figures = {"step": step, "steps": steps, "samples": samples, "samples_total": samples_total}
+    return MeasurementEvent(TRAIN_BEGIN, figures)
 
 
 def train_step_event(record: StepRecord, *, seconds: float, waited_s: float) -> MeasurementEvent:
     """An optimizer step was done. `seconds` is the time of the whole window, of which `waited_s` was spent waiting for
     its batches."""
-    return MeasurementEvent(
-        TRAIN_STEP,
-        {
-            "step": record.step,
-            "samples": record.samples,
-            "samples_in_window": record.window,
-            "loss": finite_or_none(record.loss),
-            "grad_norm": finite_or_none(record.grad_norm),
-            "rate": finite_or_none(record.rate),
-            "expert": record.expert,
-            "seconds": seconds,
-            "samples_per_s": record.window / seconds if seconds > 0 else None,
-            "waited_s": waited_s,
-        },
-    )
+    figures: dict[str, JSON] = {
+        "step": record.step,
+        "samples": record.samples,
+        "samples_in_window": record.window,
+        "loss": finite_or_none(record.loss),
+        "grad_norm": finite_or_none(record.grad_norm),
+        "rate": finite_or_none(record.rate),
+        "expert": record.expert,
+        "seconds": seconds,
+        "samples_per_s": record.window / seconds if seconds > 0 else None,
+        "waited_s": waited_s,
+    }
+    return MeasurementEvent(TRAIN_STEP, figures)
 
 
 def train_rates_event(step: int, experts: Mapping[str, Mapping[str, float]]) -> MeasurementEvent:
     """For each expert with learning rates of single weights: the mean and the quantiles of the rates, by name."""
-    rows = [
-        {"expert": expert, **{name: finite_or_none(rate) for name, rate in rates.items()}}
-        for expert, rates in experts.items()
-    ]
+    finite = {expert: {name: finite_or_none(rate) for name, rate in rates.items()} for expert, rates in experts.items()}
+    rows = [{"expert": expert, **rates} for expert, rates in finite.items()]
     return MeasurementEvent(TRAIN_RATES, {"step": step, "rows": rows})
 
 
@@ -120,28 +110,19 @@ def finite_or_none(number: float | None) -> float | None:
 
 def held_out_losses(figures: Mapping[str, JSON]) -> list[HeldOutLoss]:
     """The held-out losses of a `train/held_out` event, without those that are not finite."""
-    rows = figures["rows"]
-    assert isinstance(rows, Sequence)
     losses = []
-    for row in rows:
-        assert isinstance(row, Mapping)
-        if isinstance(row["loss"], float):
-            level = row["level"]
-            losses.append(
-                HeldOutLoss(_text_or_none(row["expert"]), level if isinstance(level, float) else None, row["loss"])
-            )
+    for row in _rows(figures):
+        expert, level, loss = row["expert"], row["level"], row["loss"]
+        if isinstance(loss, float):
+            sigma = level if isinstance(level, float) else None
+            losses.append(HeldOutLoss(None if expert is None else str(expert), sigma, loss))
     return losses
 
 
 def rate_scalars(figures: Mapping[str, JSON]) -> dict[str, float]:
     """The figures of a `train/rates` event by the tags of TensorBoard and wandb."""
-    rows = figures["rows"]
-    assert isinstance(rows, Sequence)
-    scalars = {}
-    for row in rows:
-        assert isinstance(row, Mapping)
-        scalars.update({f"rates/{row['expert']}/{name}": rate for name, rate in row.items() if isinstance(rate, float)})
-    return scalars
+    named = ((f"rates/{row['expert']}/{name}", rate) for row in _rows(figures) for name, rate in row.items())
+    return {tag: rate for tag, rate in named if isinstance(rate, float)}
 
 
 def memory_scalars(figures: Mapping[str, JSON]) -> dict[str, float]:
@@ -153,8 +134,8 @@ def memory_scalars(figures: Mapping[str, JSON]) -> dict[str, float]:
     }
 
 
-def _text_or_none(value: JSON) -> str | None:
-    return None if value is None else str(value)
+def _rows(figures: Mapping[str, JSON]) -> Sequence[Mapping[str, JSON]]:
+    return cast("Sequence[Mapping[str, JSON]]", figures["rows"])
 
 
 class EveryNStepsSink:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from supertuner.core.errors import SuperTunerError
 from supertuner.core.events import MEMORY_MEASUREMENT, Event, MeasurementEvent
-from supertuner.core.types import JSON
-from supertuner.sinks.training_events import (
-    TRAIN_HELD_OUT,
-    TRAIN_RATES,
-    TRAIN_SAMPLES,
-    TRAIN_STEP,
-    held_out_losses,
-    memory_scalars,
-    rate_scalars,
-)
+from supertuner.core.types import JSON, CloseOnExit
+from supertuner.sinks import training_events as training
 
 WANDB_REMEDY = "pip install 'supertuner[wandb]', or remove report.wandb"
 
@@ -32,49 +23,35 @@ def require_wandb() -> None:
         raise SuperTunerError(f"report.wandb is set, but the package wandb is not installed; {WANDB_REMEDY}")
 
 
-class WandbSink:
+class WandbSink(CloseOnExit):
     """A sink. A resumed run continues its wandb run; wandb ignores steps that it has already."""
 
     def __init__(self, project: str, name: str, folder: Path, config: Mapping[str, JSON]) -> None:
         require_wandb()
         self._wandb: Any = import_module("wandb")
-        self._wandb_error: type[Exception] = self._wandb.Error
         try:
             self._run = self._wandb.init(
                 project=project, id=wandb_run_id(name), name=name, dir=str(folder), config=dict(config), resume="allow"
             )
-        except self._wandb_error as error:
-            raise SuperTunerError(
-                f"report.wandb {project!r}: {error}; log in with `wandb login`, or remove the setting"
-            ) from (error)
+        except self._wandb.Error as error:
+            remedy = "log in with `wandb login`, or remove the setting"
+            raise SuperTunerError(f"report.wandb {project!r}: {error}; {remedy}") from error
 
     def emit(self, event: Event, /) -> None:
         if not isinstance(event, MeasurementEvent):
             return
-        if event.what == TRAIN_STEP:
-            self._log(event.figures, step_scalars(event.figures))
-        elif event.what == TRAIN_HELD_OUT:
-            self._log(event.figures, held_out_scalars(event.figures))
-        elif event.what == TRAIN_SAMPLES:
-            self._log(event.figures, self._sample_media(event.figures))
-        elif event.what == MEMORY_MEASUREMENT:
-            self._log(event.figures, memory_scalars(event.figures))
-        elif event.what == TRAIN_RATES:
-            self._log(event.figures, rate_scalars(event.figures))
+        converters: Mapping[str, Callable[[Mapping[str, JSON]], Mapping[str, object]]] = {
+            training.TRAIN_STEP: step_scalars,
+            training.TRAIN_HELD_OUT: held_out_scalars,
+            training.TRAIN_SAMPLES: self._sample_media,
+            training.TRAIN_RATES: training.rate_scalars,
+            MEMORY_MEASUREMENT: training.memory_scalars,
+        }
+        if event.what in converters:
+            self._run.log(dict(converters[event.what](event.figures)), step=event.figures["step"])
 
     def close(self) -> None:
         self._run.finish()
-
-    def __enter__(self) -> WandbSink:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _log(self, figures: Mapping[str, JSON], values: Mapping[str, object]) -> None:
-        self._run.log(dict(values), step=figures["step"])
 
     def _sample_media(self, figures: Mapping[str, JSON]) -> dict[str, object]:
         media = {"samples": self._wandb.Image(str(figures["grid"]))}
@@ -100,5 +77,5 @@ def held_out_scalars(figures: Mapping[str, JSON]) -> dict[str, object]:
     """The held-out losses by their wandb names: means by expert, and each level."""
     return {
         f"held_out/loss/{row.expert or 'all'}" + ("" if row.sigma is None else f"/{row.sigma:.2f}"): row.loss
-        for row in held_out_losses(figures)
+        for row in training.held_out_losses(figures)
     }

@@ -37,11 +37,10 @@ class StepBatch:
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor by name, for example `latents` or `text.embeds`."""
-        tensors_by_name = {"latents": self.latents, "noise": self.noise, "levels": self.sigmas}
-        tensors_by_name.update({f"text.{name}": tensor for name, tensor in self.text.items()})
-        tensors_by_name.update({f"conditions.{name}": tensor for name, tensor in self.conditions.items()})
-        tensors_by_name.update({f"counts.{name}": tensor for name, tensor in self.loss_inputs.items()})
-        return tensors_by_name
+        tensors = {"latents": self.latents, "noise": self.noise, "levels": self.sigmas}
+        for group, members in (("text", self.text), ("conditions", self.conditions), ("counts", self.loss_inputs)):
+            tensors.update({f"{group}.{name}": tensor for name, tensor in members.items()})
+        return tensors
 
     def to(self, device: torch.device) -> StepBatch:
         """The same batch on a device. The copies are started and may still be in progress on return."""

@@ -16,13 +16,8 @@ from torch import nn
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import TrainError
 from supertuner.core.events import DecisionEvent, NoteEvent, Sink
-from supertuner.models.adapters.attach import (
-    TrainableExpert,
-    attach,
-    resolve_targets,
-    settings_for_expert,
-    temporary_weights,
-)
+from supertuner.models.adapters import attach as adapters
+from supertuner.models.adapters.attach import TrainableExpert
 from supertuner.models.attention import use_backend
 from supertuner.models.block_compilation import compile_blocks
 from supertuner.models.objective.from_settings import build_objective, weighting_decisions
@@ -65,11 +60,11 @@ def build_trainable_expert(
     place_optimizer_state: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> TrainableExpert:
     """Attach the adapter (or select all weights) and prepare the module for its first window."""
-    settings = settings_for_expert(config.adapter, expert.name)
+    settings = adapters.settings_for_expert(config.adapter, expert.name)
     use_backend(module, config.model.attention)
-    targets = resolve_targets(settings, family.target_presets)
+    targets = adapters.resolve_targets(settings, family.target_presets)
     with place_optimizer_state():
-        trainable = attach(module, settings, targets, seed=config.run.seed, name=expert.name)
+        trainable = adapters.attach(module, settings, targets, seed=config.run.seed, name=expert.name)
     prepare_for_training(module, config.train.gradient_checkpointing)
     if config.model.compile:
         sink.emit(compile_blocks(module, precision.device))
@@ -91,7 +86,7 @@ def build_expert_state(
         # At this point the adapter still has its initial values, with which the module computes like the untrained
         # model. Prior preservation uses these values, also after a resume.
         initial_values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        base_weights = partial(temporary_weights, trainable, initial_values)
+        base_weights = partial(adapters.temporary_weights, trainable, initial_values)
     return ExpertState(
         expert=expert,
         module=trainable.module,

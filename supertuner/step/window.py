@@ -180,7 +180,7 @@ def held_out_losses(expert_state: ExpertState, batches: Iterable[StepBatch], opt
     """The loss of each sample without gradients and without dropout. The module's training mode is restored."""
     with torch.no_grad(), _eval_mode(expert_state.module):
         losses = [sample_losses(expert_state, batch, options) for batch in batches]
-    return torch.cat(losses) if losses else torch.zeros(0, device=options.precision.device)
+    return _concatenate(losses, options.precision.device)
 
 
 def sample_losses(expert_state: ExpertState, batch: StepBatch, options: StepOptions) -> torch.Tensor:
@@ -222,9 +222,8 @@ def prepare_for_training(module: nn.Module, checkpointing: bool) -> None:
         return
     enable_checkpointing = getattr(module, "enable_gradient_checkpointing", None)
     if enable_checkpointing is None:
-        raise TrainError(
-            f"train.gradient_checkpointing is true, but {type(module).__name__} does not support it; set it to false"
-        )
+        name = type(module).__name__
+        raise TrainError(f"train.gradient_checkpointing is true, but {name} does not support it; set it to false")
     enable_checkpointing()
 
 
@@ -253,21 +252,19 @@ def _backward(
         if not batch.idle:
             batch_losses.append(losses.detach())
             positions += batch.positions
-    assert sum(map(len, batch_losses)) <= samples, (
-        f"a window of {samples} samples received {sum(map(len, batch_losses))}"
-    )
-    return torch.cat(batch_losses) if batch_losses else torch.zeros(0, device=options.precision.device), tuple(
-        positions
-    )
+    received = sum(map(len, batch_losses))
+    assert received <= samples, f"a window of {samples} samples received {received}"
+    return _concatenate(batch_losses, options.precision.device), tuple(positions)
+
+
+def _concatenate(losses: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.cat(losses) if losses else torch.zeros(0, device=device)
 
 
 def _update_weights(expert_state: ExpertState) -> None:
     """One optimizer step, then one update of the moving average."""
-    for names in (
-        (expert_state.parameters,)
-        if expert_state.optimizer_offload is None
-        else expert_state.optimizer_offload.resident_chunks()
-    ):
+    offload = expert_state.optimizer_offload
+    for names in (expert_state.parameters,) if offload is None else offload.resident_chunks():
         expert_state.optimizer.step()
         if expert_state.ema is not None:
             expert_state.ema.update_subset(names)

@@ -11,7 +11,6 @@ from supertuner.arena.home import ArenaHome
 from supertuner.arena.node_peers import NO_PEERS, join_node_peers
 from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.run_config import RunConfig
-from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.errors import ArenaError, PeerError, TrainError
 from supertuner.core.events import NullSink
 from supertuner.data.corpus_loader import open_corpus
@@ -61,7 +60,7 @@ def test_ranks_meet_on_their_node_and_leave_no_files(tmp_path: Path) -> None:
 
 def apart(group, configs: list[RunConfig]) -> str:
     """Each rank is a separate node with its own arena folder."""
-    group = dataclasses.replace(group, launch_env=LauncherEnvironment(group.rank, group.world_size, 0, 1))
+    group = dataclasses.replace(group, local_rank=0, local_world_size=1)
     config = configs[group.rank]
     with open_node_peers(config, group) as peers:
         assert peers == NO_PEERS

@@ -159,14 +159,13 @@ class AllocationContract:
             }
             fails_once(bench, verb, act[verb], spare)
 
-    @pytest.mark.parametrize("verb", ["advise", "unadvise", "prefetch", "preferred_location", "last_prefetch_location"])
+    @pytest.mark.parametrize("verb", ["advise", "prefetch", "preferred_location", "last_prefetch_location"])
     @needs("prefetch", "injected faults")
     def test_an_injected_fault_in_a_hint_raises_its_own_error_once(self, bench: DriverBench, verb: str) -> None:
         with allocated(bench, MemoryKind.MANAGED, BLOCK) as span:
             prefer = MemoryAdvice.PREFERRED_LOCATION
             act: Mapping[str, Callable[[], object]] = {
                 "advise": lambda: bench.driver.advise(span, prefer, HOST),
-                "unadvise": lambda: bench.driver.unadvise(span, prefer, HOST),
                 "prefetch": lambda: bench.driver.prefetch([span], GPU),
                 "preferred_location": lambda: bench.driver.preferred_location(span),
                 "last_prefetch_location": lambda: bench.driver.last_prefetch_location(span),

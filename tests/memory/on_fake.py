@@ -34,7 +34,6 @@ DRIVER_CALLS = {
     "copy": "cuMemcpyAsync",
     "synchronize": "cuStreamSynchronize",
     "advise": "cuMemAdvise",
-    "unadvise": "cuMemAdvise",
     "discard": "cuMemDiscardBatchAsync",
     "preferred_location": "cuMemRangeGetAttributes",
     "last_prefetch_location": "cuMemRangeGetAttributes",

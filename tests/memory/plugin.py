@@ -13,12 +13,10 @@ import pytest
 
 from supertuner.memory.driver import NotAvailable
 from supertuner.memory.overflow_allocator.plugin import (
-    FREE_SYMBOL,
     AccessPattern,
     OverflowLimits,
     OverflowPlugin,
     OverflowStats,
-    alloc_symbol,
     find_plugin,
 )
 
@@ -42,7 +40,7 @@ class PluginCopy:
         self.set_host_available(PLENTY_KIB << 10)
         self._limits = replace(limits or OverflowLimits(), meminfo=self.meminfo)
         self.overflow.configure(self._limits, device)
-        self._free = getattr(self._c, FREE_SYMBOL)
+        self._free = getattr(self._c, self.overflow.symbols("gpu_first")[1])
         self._free.restype = None
         self._free.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
@@ -58,7 +56,7 @@ class PluginCopy:
 
     def alloc(self, nbytes: int, pattern: AccessPattern = "gpu_first", device: int = 0) -> int | None:
         """The address of a new segment; None if refused, which torch raises as OutOfMemoryError."""
-        function = getattr(self._c, alloc_symbol(pattern))
+        function = getattr(self._c, self.overflow.symbols(pattern)[0])
         function.restype = ctypes.c_void_p
         function.argtypes = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
         address: int | None = function(nbytes, device, None)

@@ -88,7 +88,6 @@ VERBS: dict[str, tuple[Callable[[Driver, VerbMemory], object], list[str]]] = {
     "allocate system": (lambda d, m: d.free(d.allocate(MemoryKind.SYSTEM, 8)), []),
     "memory_kind_at": (lambda d, m: d.memory_kind_at(m.managed.address), ["cuPointerGetAttributes"]),
     "advise": (lambda d, m: d.advise(m.managed, PREFER, HOST), ["cuMemAdvise", *ON]),
-    "unadvise": (lambda d, m: d.unadvise(m.managed, PREFER, HOST), ["cuMemAdvise", *ON]),
     "prefetch": (
         lambda d, m: d.prefetch(m.halves, GpuLocation(0)),
         ["cuDriverGetVersion", "cuMemPrefetchBatchAsync", *ON],

@@ -191,5 +191,5 @@ def test_an_8_bit_entry_without_its_scale_raises_an_error() -> None:
 
 
 def test_an_empty_state_raises_an_error_with_the_missing_keys() -> None:
-    with pytest.raises(CheckpointError, match="has no group, optimizer, parameters"):
+    with pytest.raises(CheckpointError, match="lacks group, optimizer, parameters"):
         restore_state(build_named_optimizer("adamw", build_weights()), {}, {})

@@ -10,7 +10,7 @@ from rich.console import Console as RichConsole
 
 from supertuner.core.events import DecisionEvent, SetAsideEvent, WarningEvent
 from supertuner.sinks.console import ConsoleSink
-from supertuner.sinks.phase_counters import PhaseCounters, duration_text, seconds_left
+from supertuner.sinks.phase_counters import PhaseCounters, duration_text
 
 
 class Clock:
@@ -124,9 +124,8 @@ def test_concurrent_advances_are_all_counted() -> None:
 
 
 def test_time_left_is_unknown_until_something_is_done() -> None:
-    assert seconds_left(0.0, 5.0) is None
-    assert seconds_left(0.25, 5.0) == 15.0
-    assert "left" not in PhaseCounters("t", 10, 0, 0.0).status_text(5.0)
+    assert "left" not in PhaseCounters("t", 8, 0, 0.0).status_text(5.0)
+    assert PhaseCounters("t", 8, 0, 0.0, items=2).status_text(5.0).endswith(", 15 s left")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -16,10 +15,12 @@ def is_collective_failure(error: BaseException) -> bool:
 
     An error there that reports too little memory is this process's own fault and does not count.
     """
-    return any(
-        isinstance(cause, RuntimeError) and not _is_out_of_memory(cause) and _from_collective(cause)
-        for cause in _cause_chain(error)
-    )
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RuntimeError) and not _is_out_of_memory(cause) and _from_collective(cause):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
@@ -34,10 +35,3 @@ def _from_collective(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return isinstance(error, dist.DistError)
-
-
-def _cause_chain(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__

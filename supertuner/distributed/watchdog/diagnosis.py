@@ -14,7 +14,7 @@ Of several hanging or deadlocked ranks, those with the fewest finished steps are
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -48,6 +48,10 @@ class RankReport:
 
     def label(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    def verdict(self, text: str) -> WatchdogVerdict:
+        """This rank is at fault."""
+        return WatchdogVerdict(self.rank, self.local_rank, self.node, f"{self.label()} {text}")
 
     def last_activity(self) -> str:
         place = f" at {self.where}" if self.where else ""
@@ -94,27 +98,16 @@ class WatchdogVerdict:
         return cls(int(fields["rank"]), int(fields["local_rank"]), str(fields["node"]), str(fields["text"]))
 
 
-def report_to_text(report: RankReport) -> str:
-    return json.dumps(asdict(report))
-
-
-def report_from_bytes(content: bytes) -> RankReport:
-    return RankReport(**json.loads(content))
-
-
-def diagnose(
-    observed: Iterable[ObservedRank], timeout_s: float, *, silent_s: float | None = None
-) -> WatchdogVerdict | None:
+def diagnose(ranks: Sequence[ObservedRank], timeout_s: float, silent_s: float | None = None) -> WatchdogVerdict | None:
     """The verdict that ends the job, or None if the job is fine.
 
     A rank that is gone is reported at once. Everything else must last `timeout_s`; for silence, `silent_s` if given.
     """
-    all_ranks = list(observed)
-    active_ranks = [rank for rank in all_ranks if rank.report is None or not rank.report.left]
+    active_ranks = [rank for rank in ranks if rank.report is None or not rank.report.left]
     # In order of certainty: a missing process is a fact, silence is nearly one, idle times need all reports.
     for rank in active_ranks:
         if rank.report is not None and rank.state is ProcessState.GONE:
-            return verdict_about(rank.report, f"is gone: it was killed while {rank.report.last_activity()}")
+            return rank.report.verdict(f"is gone: it was killed while {rank.report.last_activity()}")
     for rank in active_ranks:
         if rank.silent_s >= (timeout_s if silent_s is None else silent_s):
             return _silence_verdict(rank)
@@ -125,13 +118,9 @@ def diagnose(
     stuck = [r for r in reports if r.idle_s >= timeout_s and r.waits]
     # Ranks that have finished count here: their last action may just have ended a long wait of the others, whose
     # reports are older than that.
-    if stuck and all(rank.report is not None and rank.report.idle_s >= timeout_s for rank in all_ranks):
+    if stuck and all(rank.report is not None and rank.report.idle_s >= timeout_s for rank in ranks):
         return _stall_verdict(stuck, "waits for the others", "wait for each other", "nothing arrived")
     return None
-
-
-def verdict_about(report: RankReport, text: str) -> WatchdogVerdict:
-    return WatchdogVerdict(report.rank, report.local_rank, report.node, f"{report.label()} {text}")
 
 
 def _silence_verdict(observed: ObservedRank) -> WatchdogVerdict:
@@ -145,19 +134,17 @@ def _silence_verdict(observed: ObservedRank) -> WatchdogVerdict:
         ProcessState.ON_ANOTHER_NODE: "is gone, stopped, or its node is cut off",
         ProcessState.GONE: "is gone",
     }[observed.state]
-    return verdict_about(observed.report, f"{state_text}: {since}; it was last {observed.report.last_activity()}")
+    return observed.report.verdict(f"{state_text}: {since}; it was last {observed.report.last_activity()}")
 
 
 def _stall_verdict(reports: Sequence[RankReport], singular: str, plural: str, symptom: str) -> WatchdogVerdict:
     """Names the ranks with the fewest finished steps: the others wait for them."""
     least_step = min(report.step for report in reports)
-    furthest_behind = [report for report in reports if report.step == least_step]
-    first, since = furthest_behind[0], f"{symptom} for {furthest_behind[0].idle_s:.0f} s"
-    if len(furthest_behind) == 1:
-        return verdict_about(first, f"{singular}: {since}, while {first.last_activity()}")
-    descriptions = "; ".join(
-        f"{report.label()} while {report.last_activity()}" for report in furthest_behind[:MAX_RANKS_NAMED]
-    )
-    more = f"; and {len(furthest_behind) - MAX_RANKS_NAMED} more" if len(furthest_behind) > MAX_RANKS_NAMED else ""
-    text = f"{len(furthest_behind)} processes {plural}: {since}: {descriptions}{more}"
+    behind = [report for report in reports if report.step == least_step]
+    first, since = behind[0], f"{symptom} for {behind[0].idle_s:.0f} s"
+    if len(behind) == 1:
+        return first.verdict(f"{singular}: {since}, while {first.last_activity()}")
+    descriptions = "; ".join(f"{report.label()} while {report.last_activity()}" for report in behind[:MAX_RANKS_NAMED])
+    more = f"; and {len(behind) - MAX_RANKS_NAMED} more" if len(behind) > MAX_RANKS_NAMED else ""
+    text = f"{len(behind)} processes {plural}: {since}: {descriptions}{more}"
     return WatchdogVerdict(first.rank, first.local_rank, first.node, text)

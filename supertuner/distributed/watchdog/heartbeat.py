@@ -5,10 +5,9 @@ They come from what happens anyway: events, progress updates, the passes of a wi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,15 +24,13 @@ class Heartbeat:
     activity: str = "starting"
     step: int = 0
     """Finished optimizer steps: the same count in all ranks."""
-    marked_at_s: float = 0.0
-    """Time of the last sign of life, by the monotonic clock."""
     marks: int = 0
     in_window: bool = False
     """Whether a window's forward and backward passes run: there each micro-batch is a sign of life, and none means a
     hang. Elsewhere work may be silent for long (a download, a compiler): CPU and I/O use tell it from a hang."""
 
     def mark(self, *, in_window: bool = False) -> None:
-        self.marked_at_s, self.in_window = time.monotonic(), in_window
+        self.in_window = in_window
         self.marks += 1
 
 
@@ -59,9 +56,8 @@ class HeartbeatProgress:
         self._progress, self._heartbeat = progress, heartbeat
 
     def phase(self, title: str, *, items: int = 0, nbytes: int = 0, noun: str = "files") -> ProgressPhase:
-        return _HeartbeatPhase(
-            self._progress.phase(title, items=items, nbytes=nbytes, noun=noun), title, self._heartbeat
-        )
+        phase = self._progress.phase(title, items=items, nbytes=nbytes, noun=noun)
+        return _HeartbeatPhase(phase, title, self._heartbeat)
 
 
 class _HeartbeatPhase:
@@ -79,13 +75,11 @@ class _HeartbeatPhase:
         self._phase.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:  # after a failure, the phase stays the reported activity
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None:  # after a failure, the phase stays the reported activity
             self._heartbeat.activity = self._previous_activity
         self._heartbeat.mark()
-        self._phase.__exit__(kind, error, trace)
+        self._phase.__exit__(*error)
 
 
 class HeartbeatReduction:

@@ -130,10 +130,8 @@ class LivenessMonitor:
         cpu, total_bytes = _cpu_seconds(), processes.process_io_bytes()
         used_cpu_s, moved_bytes = cpu - self._cpu, total_bytes - self._bytes
         self._cpu, self._bytes = cpu, total_bytes
-        return (
-            used_cpu_s > BUSY_CPU_SHARE * self._chunk_elapsed_s
-            or moved_bytes > BUSY_BYTES_PER_S * self._chunk_elapsed_s
-        )
+        elapsed_s = self._chunk_elapsed_s
+        return used_cpu_s > BUSY_CPU_SHARE * elapsed_s or moved_bytes > BUSY_BYTES_PER_S * elapsed_s
 
 
 def _cpu_seconds() -> float:

@@ -20,8 +20,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from datetime import timedelta
-from types import FrameType, TracebackType
+from threading import Event
+from types import FrameType
 from typing import Self
 
 from torch.distributed.distributed_c10d import Store
@@ -30,16 +32,7 @@ from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core import processes
 from supertuner.core.errors import PeerError
 from supertuner.distributed.watchdog.collective_errors import is_collective_failure
-from supertuner.distributed.watchdog.diagnosis import (
-    ObservedRank,
-    ProcessState,
-    RankReport,
-    WatchdogVerdict,
-    diagnose,
-    report_from_bytes,
-    report_to_text,
-    verdict_about,
-)
+from supertuner.distributed.watchdog.diagnosis import ObservedRank, ProcessState, RankReport, WatchdogVerdict, diagnose
 from supertuner.distributed.watchdog.heartbeat import Heartbeat
 from supertuner.distributed.watchdog.liveness import LivenessMonitor
 from supertuner.distributed.watchdog.timeout import call_with_timeout
@@ -68,32 +61,20 @@ _NAME_BY_EXIT_CODE = {128 + number: number.name for number in TERMINATION_SIGNAL
 class RankWatchdog:
     """The watchdog of one process. The main thread calls `start`, and at the end `finish` or `handle_error`."""
 
-    def __init__(
-        self, store: Store, launch_env: LauncherEnvironment, heartbeat: Heartbeat, *, timeout_s: float
-    ) -> None:
-        self._store, self._launch_env, self._heartbeat = store, launch_env, heartbeat
+    def __init__(self, store: Store, env: LauncherEnvironment, heartbeat: Heartbeat, *, timeout_s: float) -> None:
+        self._store, self._launch_env, self._heartbeat = store, env, heartbeat
         # Shorter than `timeout_s` by what the end itself takes, so that the job is over within `timeout_s`.
         self._stall_timeout_s = max(timeout_s / 2, timeout_s - GRACE_S - CLEANUP_S - 2 * HEARTBEAT_S)
         self._heartbeat_s = min(HEARTBEAT_S, timeout_s / 8)
-        pid = os.getpid()
-        self._identity = RankReport(
-            launch_env.rank,
-            launch_env.local_rank,
-            platform.node(),
-            processes.pid_namespace_id(),
-            pid,
-            processes.process_start_ticks(pid),
-        )
-        self._peers = PeerReports(store, self._identity, launch_env.world_size)
+        pid, node = os.getpid(), processes.pid_namespace_id()
+        born = processes.process_start_ticks(pid)
+        self._identity = RankReport(env.rank, env.local_rank, platform.node(), node, pid, born)
+        self._peers = PeerReports(store, self._identity, env.world_size)
         self._liveness = LivenessMonitor(heartbeat, chunk_s=self._stall_timeout_s / 10)
         self._beat_count = 0
         self._verdict: WatchdogVerdict | None = None
-        self._verdict_reached, self._connection_lost, self._exit_reached = (
-            threading.Event(),
-            threading.Event(),
-            threading.Event(),
-        )
-        self._work_done, self._all_ranks_done, self._stopping = threading.Event(), threading.Event(), threading.Event()
+        self._verdict_reached, self._connection_lost, self._exit_reached = Event(), Event(), Event()
+        self._work_done, self._all_ranks_done, self._stopping = Event(), Event(), Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._guard_thread = threading.Thread(target=self._run_guard, name="watch guard", daemon=True)
 
@@ -130,9 +111,7 @@ class RankWatchdog:
             self._verdict_reached.wait(SILENCE_S / 2 if signal_name else DIAGNOSIS_S)
             replacement = self._explain_lost_connection(error, signal_name)
         else:
-            self._publish_from_main_thread(
-                verdict_about(self._build_report(), failure := f"failed: {_first_lines(error)}")
-            )
+            self._publish_own_failure(failure := f"failed: {_first_lines(error)}")
             if self._reported_by_other_rank(failure):
                 replacement = SystemExit(getattr(error, "exit_code", 1))
         self._stopping.set()
@@ -145,13 +124,13 @@ class RankWatchdog:
         if verdict is not None and verdict.rank != self._launch_env.rank:
             return self._peer_failure(verdict)
         if signal_name:
-            self._publish_from_main_thread(verdict_about(self._build_report(), f"was ended by {signal_name}"))
+            self._publish_own_failure(f"was ended by {signal_name}")
             return None
         if isinstance(error, PeerError):
-            self._publish_from_main_thread(verdict_about(self._build_report(), f"failed: {_first_lines(error)}"))
+            self._publish_own_failure(f"failed: {_first_lines(error)}")
             return None
         reason = f"lost its connection to the other ranks, and no rank reported why: {_first_lines(error)}"
-        self._publish_from_main_thread(verdict_about(self._build_report(), reason))
+        self._publish_own_failure(reason)
         self._exit_soon(message := f"{self._identity.label()} {reason}; {RESUME_HINT}")
         return PeerError(message)
 
@@ -193,9 +172,8 @@ class RankWatchdog:
                 continue
             left_s -= self._heartbeat_s  # not the clock's time: this process itself may have been stopped meanwhile
             if left_s <= 0:
-                self._handle_lost_store(
-                    f"has not answered for {limit_s:.0f} s: it is stopped, or the network is down", limit_s
-                )
+                problem = f"has not answered for {limit_s:.0f} s: it is stopped, or the network is down"
+                self._handle_lost_store(problem, limit_s)
                 return
 
     def _beat(self) -> None:
@@ -204,37 +182,27 @@ class RankWatchdog:
         self._liveness.beat()
         self._peers.add_elapsed(self._liveness.elapsed_s)
         report = self._build_report(left=done)
-        self._publish_report(report)
+        self._store.set(f"watch/{report.rank}", json.dumps(asdict(report)))
         if self._store.check([VERDICT_KEY]):
             self._accept_verdict(WatchdogVerdict.from_bytes(self._store.get(VERDICT_KEY)))
             return
         broken = self._connection_lost.is_set()
         idle = self._liveness.idle_s >= self._stall_timeout_s
-        observed = [
-            *self._peers.observe(all_ranks=broken or done or idle),
-            ObservedRank(report.rank, report, 0.0, ProcessState.ALIVE),
-        ]
+        observed = self._peers.observe(all_ranks=broken or done or idle)
+        observed.append(ObservedRank(report.rank, report, 0.0, ProcessState.ALIVE))
         if done and all(rank.report is not None and rank.report.left for rank in observed):
             self._all_ranks_done.set()
             return
         silent_s = min(SILENCE_S, self._stall_timeout_s) if broken else None
-        verdict = diagnose(observed, self._stall_timeout_s, silent_s=silent_s)
+        verdict = diagnose(observed, self._stall_timeout_s, silent_s)
         if verdict is not None:
             self._accept_verdict(self._publish_verdict(verdict))
 
-    def _publish_report(self, report: RankReport) -> None:
-        self._store.set(f"watch/{report.rank}", report_to_text(report))
-
-    def _build_report(self, *, left: bool = False) -> RankReport:
+    def _build_report(self, *, left: bool) -> RankReport:
         self._beat_count += 1
-        identity, location = self._identity, self._liveness.location
-        return RankReport(
-            identity.rank,
-            identity.local_rank,
-            identity.host,
-            identity.node,
-            identity.pid,
-            identity.born,
+        location = self._liveness.location
+        return replace(
+            self._identity,
             beat=self._beat_count,
             doing=self._heartbeat.activity,
             step=self._heartbeat.step,
@@ -254,7 +222,9 @@ class RankWatchdog:
         self._peers.kill_if_stopped(verdict)
         self._verdict_reached.set()
 
-    def _publish_from_main_thread(self, verdict: WatchdogVerdict) -> None:
+    def _publish_own_failure(self, text: str) -> None:
+        """Publish, from the main thread, that this rank is at fault."""
+        verdict = self._identity.verdict(text)
         with suppress(RuntimeError, TimeoutError):  # without a store there is no rank left to report to
             self._verdict = self._verdict or call_with_timeout(DIAGNOSIS_S, lambda: self._publish_verdict(verdict))
             self._verdict_reached.set()
@@ -312,9 +282,7 @@ class RankWatchdog:
         path = self._launch_env.error_file
         if path is not None and not path.exists():
             error_report = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
-            with suppress(
-                OSError
-            ):  # the message is on the screen already; the file only improves the launcher's summary
+            with suppress(OSError):  # the message is on the screen already; the file improves the launcher's summary
                 path.write_text(json.dumps(error_report))
 
 
@@ -349,7 +317,7 @@ class PeerReports:
     def _read_report(self, rank: int) -> None:
         key = f"watch/{rank}"
         if rank in self._reports or self._store.check([key]):
-            report = report_from_bytes(self._store.get(key))
+            report = RankReport(**json.loads(self._store.get(key)))
             if rank not in self._reports or self._reports[rank].beat != report.beat:
                 self._silent_s[rank] = 0.0
             self._reports[rank] = report
@@ -362,12 +330,9 @@ class PeerReports:
 
 
 @contextmanager
-def watch_ranks(
-    store: Store, launch_env: LauncherEnvironment, heartbeat: Heartbeat, *, timeout_s: float
-) -> Iterator[None]:
+def watch_ranks(store: Store, env: LauncherEnvironment, heartbeat: Heartbeat, *, timeout_s: float) -> Iterator[None]:
     """Inside the block, this process observes the other ranks and they observe it."""
-    own_store = _clone_store(store, timeout_s)
-    watchdog = RankWatchdog(own_store, launch_env, heartbeat, timeout_s=timeout_s)
+    watchdog = RankWatchdog(_clone_store(store, timeout_s), env, heartbeat, timeout_s=timeout_s)
     with TerminationSignals() as signals:
         watchdog.start()
         try:
@@ -386,9 +351,8 @@ def _clone_store(store: Store, timeout_s: float) -> Store:
     try:
         clone: Store = call_with_timeout(timeout_s, store.clone)  # type: ignore[attr-defined]  # missing in torch's stubs
     except TimeoutError as error:
-        raise PeerError(
-            f"the launcher of the first node has not answered for {timeout_s:g} s; check that it is running"
-        ) from error
+        problem = f"the launcher of the first node has not answered for {timeout_s:g} s"
+        raise PeerError(f"{problem}; check that it is running") from error
     clone.set_timeout(timedelta(seconds=timeout_s))  # a shorter one would end a job whose launcher is slow once
     return clone
 
@@ -408,19 +372,15 @@ class TerminationSignals:
     """Inside the block, SIGTERM and SIGHUP raise SystemExit in the main thread, unless they already have a handler."""
 
     def __enter__(self) -> Self:
-        main = threading.current_thread() is threading.main_thread()
-        self._handled = [
-            number for number in TERMINATION_SIGNALS if main and signal.getsignal(number) is signal.SIG_DFL
-        ]
+        signals = TERMINATION_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        self._handled = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
         self._set_handler(_raise_system_exit)
         return self
 
     def ignore(self) -> None:
         self._set_handler(signal.SIG_IGN)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._set_handler(signal.SIG_DFL)
 
     def _set_handler(self, handler: object) -> None:

@@ -37,7 +37,8 @@ class MemoryTraffic:
 class EmulatorClock:
     def __init__(self, machine: EmulatedMachine, parameters: EmulatorParameters) -> None:
         self._machine, self._parameters = machine, parameters
-        self._now = 0.0
+        self.now = 0.0
+        """The current modelled time, without costs whose figure is unknown (`unknown_figures`)."""
         self._to_device_free_at = self._to_host_free_at = 0.0
         self.traffic = MemoryTraffic()
         self.unknown_figures: set[str] = set()
@@ -46,19 +47,14 @@ class EmulatorClock:
     @property
     def seconds(self) -> float | None:
         """Modelled seconds since creation; None once a cost with an unknown figure occurred."""
-        return None if self.unknown_figures else self._now
-
-    @property
-    def now(self) -> float:
-        """The current modelled time, without costs whose figure is unknown (`unknown_figures`)."""
-        return self._now
+        return None if self.unknown_figures else self.now
 
     def advance(self, seconds: float) -> None:
         """Advance the clock for another reason, such as computation; the link works concurrently."""
-        self._now += seconds
+        self.now += seconds
 
     def wait_until(self, time_s: float) -> None:
-        self._now = max(self._now, time_s)
+        self.now = max(self.now, time_s)
 
     def wait_for_link(self) -> None:
         """Wait until the link is idle."""
@@ -70,7 +66,7 @@ class EmulatorClock:
             batches = -(-pages // self._parameters.fault_batch_pages)
             self.traffic.faulted_pages += pages
             self.traffic.fault_batches += batches
-            self._now += batches * self._parameters.fault_batch_s
+            self.now += batches * self._parameters.fault_batch_s
 
     def transfer(self, to_device_bytes: int, to_host_bytes: int, not_before: float = 0.0) -> float:
         """Start transfers in both directions once the link is free, not before `not_before`; return their
@@ -80,35 +76,29 @@ class EmulatorClock:
         self.traffic.to_host_bytes += to_host_bytes
         to_device_s = self._seconds_for(to_device_bytes, "to_device_bytes_s")
         to_host_s = self._seconds_for(to_host_bytes, "to_host_bytes_s")
-        start_s = max(self._now, not_before)
+        start_s, arrival_s = max(self.now, not_before), self.now
         # Duplex: each direction is a queue with its own end time, and an empty transfer leaves its queue unchanged.
         # Half duplex: one queue for both directions, so their times add up.
         if self._parameters.duplex:
-            self._to_device_free_at = (
-                max(start_s, self._to_device_free_at) + to_device_s if to_device_bytes else self._to_device_free_at
-            )
-            self._to_host_free_at = (
-                max(start_s, self._to_host_free_at) + to_host_s if to_host_bytes else self._to_host_free_at
-            )
-            return max(
-                self._now,
-                self._to_device_free_at if to_device_bytes else 0.0,
-                self._to_host_free_at if to_host_bytes else 0.0,
-            )
-        if not to_device_bytes and not to_host_bytes:
-            return self._now
-        self._to_device_free_at = self._to_host_free_at = (
-            max(start_s, self._to_device_free_at) + to_device_s + to_host_s
-        )
-        return self._to_device_free_at
+            if to_device_bytes:
+                self._to_device_free_at = max(start_s, self._to_device_free_at) + to_device_s
+                arrival_s = max(arrival_s, self._to_device_free_at)
+            if to_host_bytes:
+                self._to_host_free_at = max(start_s, self._to_host_free_at) + to_host_s
+                arrival_s = max(arrival_s, self._to_host_free_at)
+        elif to_device_bytes or to_host_bytes:
+            arrival_s = max(start_s, self._to_device_free_at) + to_device_s + to_host_s
+            self._to_device_free_at = self._to_host_free_at = arrival_s
+        return arrival_s
 
-    def use_gpu_memory(self, nbytes: int, write: bool) -> None:
-        self.traffic.gpu_bytes += nbytes
-        self._now += self._seconds_for(nbytes, "gpu_write_bytes_s" if write else "gpu_read_bytes_s")
-
-    def use_host_memory(self, nbytes: int) -> None:
-        self.traffic.host_bytes += nbytes
-        self._now += self._seconds_for(nbytes, "host_bytes_s")
+    def use_memory(self, nbytes: int, by_gpu: bool, write: bool) -> None:
+        """A processor accesses its own memory."""
+        if by_gpu:
+            self.traffic.gpu_bytes += nbytes
+            self.now += self._seconds_for(nbytes, "gpu_write_bytes_s" if write else "gpu_read_bytes_s")
+        else:
+            self.traffic.host_bytes += nbytes
+            self.now += self._seconds_for(nbytes, "host_bytes_s")
 
     def _seconds_for(self, nbytes: int, figure: str) -> float:
         if not nbytes:

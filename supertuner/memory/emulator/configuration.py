@@ -59,9 +59,7 @@ class EmulatedMachine:
     def from_spec(cls, machine: MachineSpec) -> EmulatedMachine:
         """The figures of a known machine. Assumes an NVIDIA driver, whatever the manufacturer."""
         if machine.gpu_bytes.value is None:
-            raise MemoryEngineError(
-                f"{machine.title} has no GPU memory that could be modelled: {machine.gpu_bytes.source}"
-            )
+            raise MemoryEngineError(f"{machine.title} has no GPU memory to model: {machine.gpu_bytes.source}")
         return cls(
             name=machine.title,
             gpu_bytes=int(machine.gpu_bytes.value),
@@ -120,13 +118,6 @@ class InjectedFault:
     def applies_to(self, call: int) -> bool:
         """Whether the `call`-th call of the method, counted from 1, fails."""
         return self.first <= call < self.first + self.times
-
-
-@dataclass(frozen=True, slots=True)
-class FaultPlan:
-    """The errors to inject."""
-
-    faults: tuple[InjectedFault, ...] = ()
 
 
 def _int_or_none(figure: MachineFigure) -> int | None:

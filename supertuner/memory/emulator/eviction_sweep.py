@@ -96,11 +96,9 @@ def sweep_blocks(
             owner = lru_blocks.pop(victim)
             # A block that this pass brought in has its count in `resident_blocks`; the region's own count is not
             # updated yet.
-            evicted_pages = (
-                resident_blocks.pop(victim)
-                if victim in resident_blocks
-                else int(owner.gpu_pages[victim - owner.first_block])
-            )
+            evicted_pages = resident_blocks.pop(victim, None)
+            if evicted_pages is None:
+                evicted_pages = int(owner.gpu_pages[victim - owner.first_block])
             evicted[victim] = owner
             result.free_pages += evicted_pages
             result.to_host += evicted_pages

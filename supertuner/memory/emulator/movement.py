@@ -47,12 +47,14 @@ class PageMovement:
         """A processor uses every page of the run once, in order. `accesses` per page are counted; None: every cache
         line.
         """
-        count = pages.stop - pages.start
-        if region.kind is MemoryKind.DEVICE:
-            self._use_device_memory(count, by_gpu, write)
-        elif self._machine.one_pool:
+        nbytes, one_pool = (pages.stop - pages.start) * self._page_bytes, self._machine.one_pool
+        if region.kind is MemoryKind.DEVICE and not by_gpu and not one_pool:
+            self._clock.wait_until(self._clock.transfer(nbytes if write else 0, 0 if write else nbytes))
+        elif region.kind is MemoryKind.DEVICE:
+            self._clock.use_memory(nbytes, by_gpu, write)
+        elif one_pool:
             self._residency.populate_pool(region, pages)
-            self._use_memory(count, by_gpu, write)
+            self._clock.use_memory(nbytes, by_gpu, write)
         elif by_gpu:
             self._use_by_gpu(region, pages, write, accesses)
         else:
@@ -79,7 +81,7 @@ class PageMovement:
         # without advice.
         if region.kind is MemoryKind.MANAGED and bool((region.state[pages] == ON_GPU).all()):
             self._residency.mark_used(region, region.blocks_of(pages))
-            self._use_memory(pages.stop - pages.start, True, write)
+            self._clock.use_memory((pages.stop - pages.start) * self._page_bytes, True, write)
             return
         page_numbers, moved = _page_numbers(pages), MoveCounts()
         if region.kind is MemoryKind.MANAGED and not region.advised:
@@ -104,10 +106,9 @@ class PageMovement:
         page_numbers, moved = _page_numbers(pages), MoveCounts()
         if page_use.populated_remotely.any():
             self._residency.move_to_gpu(region, page_numbers[page_use.populated_remotely], None, moved)
-        if page_use.arriving.any():
-            self._residency.move_to_host(
-                region, page_numbers[page_use.arriving], page_use.duplicated[page_use.arriving], moved
-            )
+        arriving = page_use.arriving
+        if arriving.any():
+            self._residency.move_to_host(region, page_numbers[arriving], page_use.duplicated[arriving], moved)
         if write and region.kind is MemoryKind.MANAGED:
             self._residency.keep_only_at_host(region, page_numbers)
         self._charge_time(*page_use.page_counts(), moved, by_gpu=False, write=write)
@@ -131,8 +132,7 @@ class PageMovement:
             follow = (region.state[where] == AT_HOST) & ~(region.preferred[where] < 0)
             if follow.any():
                 self._clock.traffic.counter_migrations += 1
-                pages = _page_numbers(where)[follow]
-                self._residency.move_to_gpu(region, pages, None, moved)
+                self._residency.move_to_gpu(region, _page_numbers(where)[follow], None, moved)
         self._clock.wait_until(self._transfer(moved))
 
     def _charge_time(self, local: int, over_link: int, moved: MoveCounts, by_gpu: bool, write: bool) -> None:
@@ -145,20 +145,7 @@ class PageMovement:
         self._clock.traffic.remote_bytes += remote
         towards_gpu = by_gpu != write  # if the GPU reads or the host writes, data flows to the GPU
         self._clock.wait_until(self._transfer(moved, remote if towards_gpu else 0, 0 if towards_gpu else remote))
-        self._use_memory(local - moved.unplaced, by_gpu, write)
-
-    def _use_device_memory(self, pages: int, by_gpu: bool, write: bool) -> None:
-        if by_gpu or self._machine.one_pool:
-            self._use_memory(pages, by_gpu, write)
-        else:
-            nbytes = pages * self._page_bytes
-            self._clock.wait_until(self._clock.transfer(nbytes if write else 0, 0 if write else nbytes))
-
-    def _use_memory(self, pages: int, by_gpu: bool, write: bool) -> None:
-        if by_gpu:
-            self._clock.use_gpu_memory(pages * self._page_bytes, write)
-        else:
-            self._clock.use_host_memory(pages * self._page_bytes)
+        self._clock.use_memory((local - moved.unplaced) * page, by_gpu, write)
 
     def _transfer(self, moved: MoveCounts, to_device_bytes: int = 0, to_host_bytes: int = 0) -> float:
         page = self._page_bytes

@@ -35,9 +35,8 @@ class PageContents:
         first, last = -(-offset // self._page_bytes), (offset + nbytes) // self._page_bytes
         if first < last:
             self._values[first:last] = value
-            if self._exact_pages:
-                for page in [p for p in self._exact_pages if first <= p < last]:
-                    del self._exact_pages[page]
+            for page in [p for p in self._exact_pages if first <= p < last]:
+                del self._exact_pages[page]
         for page, begin, end in self._partial_pages(offset, nbytes):
             self._exact_page(page)[begin:end] = bytes([value]) * (end - begin)
 
@@ -73,11 +72,10 @@ class PageContents:
         edges = [(0, lead), (lead + whole_bytes, nbytes)] if whole_bytes else [(0, nbytes)]
         if whole_bytes:
             target_page, source_page = (target_offset + lead) // size, (source_offset + lead) // size
-            copied = {p: bytes(b) for p, b in source._exact_pages.items() if 0 <= p - source_page < whole_bytes // size}
+            count = whole_bytes // size
+            copied = {p: bytes(b) for p, b in source._exact_pages.items() if 0 <= p - source_page < count}
             self.fill(target_page * size, whole_bytes, 0)  # drops exact pages in the target
-            self._values[target_page : target_page + whole_bytes // size] = source._values[
-                source_page : source_page + whole_bytes // size
-            ]
+            self._values[target_page : target_page + count] = source._values[source_page : source_page + count]
             self._exact_pages.update({p - source_page + target_page: bytearray(b) for p, b in copied.items()})
         for begin, end in edges:
             for offset in range(begin, end, 64 * size):
@@ -121,19 +119,6 @@ class MemoryRegion:
         """Modelled time at which the last prefetch of each block arrives."""
         self.contents = PageContents(self.pages, page_bytes)
 
-    def pages_touching(self, span: AddressRange) -> slice:
-        """The pages that a range touches, rounded outward, as the driver documents for hints."""
-        first = (span.address - self.span.address) // self.page_bytes
-        return slice(first, -(-(span.end - self.span.address) // self.page_bytes))
-
-    def pages_inside(self, span: AddressRange) -> slice:
-        """The pages completely inside a range. The end of the allocation completes its last page."""
-        first = -(-(span.address - self.span.address) // self.page_bytes)
-        last = (span.end - self.span.address) // self.page_bytes
-        if span.end == self.span.end:
-            last = self.pages
-        return slice(first, max(first, last))
-
     def blocks_of(self, pages: slice) -> slice:
         return slice(pages.start // self.block_pages, -(-pages.stop // self.block_pages))
 
@@ -151,6 +136,23 @@ class RegionRange:
 
     region: MemoryRegion
     span: AddressRange
+
+    @property
+    def offset(self) -> int:
+        return self.span.address - self.region.span.address
+
+    @property
+    def pages(self) -> slice:
+        """The pages that the range touches, rounded outward, as the driver documents for hints."""
+        size = self.region.page_bytes
+        return slice(self.offset // size, -(-(self.offset + self.span.nbytes) // size))
+
+    @property
+    def whole_pages(self) -> slice:
+        """The pages completely inside the range. The end of the allocation completes its last page."""
+        size, end = self.region.page_bytes, self.offset + self.span.nbytes
+        first, last = -(-self.offset // size), self.region.pages if end == self.region.span.nbytes else end // size
+        return slice(first, max(first, last))
 
 
 def location_code(location: MemoryLocation) -> int:

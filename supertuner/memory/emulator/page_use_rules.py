@@ -24,7 +24,6 @@ from supertuner.memory.emulator.page_table import (
     location_code,
     location_from_code,
 )
-from supertuner.memory.emulator.residency import PageResidency
 
 ACCESSED_BY_HOST = 1
 ACCESSED_BY_GPU = 2
@@ -53,11 +52,8 @@ class PageUse:
 
 def gpu_page_use(machine: EmulatedMachine, region: MemoryRegion, pages: slice, write: bool) -> PageUse:
     """The effect of the GPU using managed or system pages, on a machine with two memories."""
-    state = region.state[pages]
-    populated = state != 0
-    resident = (state & ON_GPU) != 0
-    on_other_side = populated & ~resident
-    no_pages = np.zeros_like(resident)
+    populated, resident = region.state[pages] != 0, (region.state[pages] & ON_GPU) != 0
+    on_other_side, no_pages = populated & ~resident, np.zeros_like(resident)
     if region.kind is MemoryKind.SYSTEM:
         # First touch places an unpopulated page on the GPU unless it prefers the host. A page at the host is read in
         # place over the link (ATS) until its access counter reaches the threshold (`PageMovement._count_accesses`).
@@ -80,11 +76,8 @@ def gpu_page_use(machine: EmulatedMachine, region: MemoryRegion, pages: slice, w
 
 def host_page_use(machine: EmulatedMachine, region: MemoryRegion, pages: slice, write: bool) -> PageUse:
     """The effect of the host using managed or system pages, on a machine with two memories."""
-    state = region.state[pages]
-    populated = state != 0
-    resident = (state & AT_HOST) != 0
-    on_other_side = populated & ~resident
-    no_pages = np.zeros_like(resident)
+    populated, resident = region.state[pages] != 0, (region.state[pages] & AT_HOST) != 0
+    on_other_side, no_pages = populated & ~resident, np.zeros_like(resident)
     if region.kind is MemoryKind.SYSTEM:  # pages on the GPU are read there, and do not come back
         return PageUse(resident, on_other_side, ~populated, no_pages, no_pages)
     read_duplicated = region.read_mostly[pages] & machine.concurrent
@@ -101,35 +94,13 @@ def set_advice(region: MemoryRegion, pages: slice, advice: MemoryAdvice, locatio
     if advice is MemoryAdvice.PREFERRED_LOCATION:
         region.preferred[pages] = location_code(location)
     elif advice is MemoryAdvice.ACCESSED_BY:
-        region.accessed[pages] |= _accessor_bit(location)
+        region.accessed[pages] |= ACCESSED_BY_GPU if isinstance(location, GpuLocation) else ACCESSED_BY_HOST
     else:
         region.read_mostly[pages] = True
 
 
-def unset_advice(
-    memories: PageResidency, region: MemoryRegion, pages: slice, advice: MemoryAdvice, location: MemoryLocation
-) -> None:
-    """Remove advice. The location only matters for ACCESSED_BY. Without READ_MOSTLY, the copies of a page
-    become one.
-    """
-    if advice is MemoryAdvice.PREFERRED_LOCATION:
-        region.preferred[pages] = 0
-    elif advice is MemoryAdvice.ACCESSED_BY:
-        region.accessed[pages] &= 255 ^ _accessor_bit(location)
-    else:
-        region.read_mostly[pages] = False
-        page_numbers = np.arange(pages.start, pages.stop, dtype=np.int64)
-        # The documentation leaves open which copy remains without a preferred location; the model keeps the GPU's.
-        memories.keep_only_at_host(region, page_numbers[region.preferred[pages] < 0])
-        memories.keep_only_on_gpu(region, page_numbers[region.preferred[pages] >= 0])
-
-
 def read_common_location(piece: RegionRange, attribute: Literal["preferred", "prefetched"]) -> MemoryLocation | None:
     """The location that all pages of the range have in common, or None."""
-    codes = getattr(piece.region, attribute)[piece.region.pages_touching(piece.span)]
+    codes = getattr(piece.region, attribute)[piece.pages]
     first = int(codes[0])
     return location_from_code(first) if bool((codes == first).all()) else None
-
-
-def _accessor_bit(location: MemoryLocation) -> int:
-    return ACCESSED_BY_GPU if isinstance(location, GpuLocation) else ACCESSED_BY_HOST

@@ -65,9 +65,6 @@ class PageResidency:
         self.gpu_used += nbytes
         return True
 
-    def unreserve(self, nbytes: int) -> None:
-        self.gpu_used -= nbytes
-
     def add_region(self, region: MemoryRegion) -> None:
         """Add a region whose pages can be on either side."""
         self.movable_bytes += region.pages * self._page_bytes
@@ -90,25 +87,23 @@ class PageResidency:
         self.gpu_used += nbytes
         region.state[pages][missing] = AT_HOST
 
-    def move_to_gpu(
-        self, region: MemoryRegion, pages: PageNumbers, duplicate: PageMask | None, moved: MoveCounts
-    ) -> None:
+    def move_to_gpu(self, region: MemoryRegion, pages: PageNumbers, keep: PageMask | None, moved: MoveCounts) -> None:
         """Bring these pages to the GPU, in this order; pages that are already there count as used.
 
-        Pages in `duplicate` keep their copy at the host; None: no page does.
+        Pages in `keep` keep their copy at the host; None: no page does.
         """
-        self._has_copies = self._has_copies or (duplicate is not None and bool(duplicate.any()))
+        self._has_copies = self._has_copies or (keep is not None and bool(keep.any()))
         missing = (region.state[pages] & ON_GPU) == 0
         need = int(np.count_nonzero(missing)) * self._page_bytes
         if region.kind is MemoryKind.SYSTEM:
-            self._move_what_fits(region, pages[missing], moved)
+            self._move_what_fits(region, pages[missing], None, moved)
         elif self._has_fixed_place(region) or need <= self.gpu_free:
-            self._put_on_gpu(region, pages[missing], _select(duplicate, missing), moved)
+            self._put_on_gpu(region, pages[missing], _select(keep, missing), moved)
             self._mark_recent(region, pages if self._parameters.hits_refresh else pages[missing])
         elif pages[0] // region.block_pages == pages[-1] // region.block_pages:
-            self._move_block(region, pages, duplicate, moved)
+            self._move_block(region, pages, keep, moved)
         else:
-            self._move_under_pressure(region, pages, duplicate, moved)
+            self._move_blocks(region, pages, keep, moved)
 
     def mark_used(self, region: MemoryRegion, blocks: slice) -> None:
         """The GPU used managed blocks that it already holds."""
@@ -116,18 +111,16 @@ class PageResidency:
             for block in range(region.first_block + blocks.start, region.first_block + blocks.stop):
                 self._lru_blocks.move_to_end(block)
 
-    def move_to_host(
-        self, region: MemoryRegion, pages: PageNumbers, duplicate: PageMask | None, moved: MoveCounts
-    ) -> None:
-        """Bring these pages to the host; pages in `duplicate` stay on the GPU as well."""
-        self._has_copies = self._has_copies or (duplicate is not None and bool(duplicate.any()))
+    def move_to_host(self, region: MemoryRegion, pages: PageNumbers, keep: PageMask | None, moved: MoveCounts) -> None:
+        """Bring these pages to the host; pages in `keep` stay on the GPU as well."""
+        self._has_copies = self._has_copies or (keep is not None and bool(keep.any()))
         state = region.state[pages]
         absent = (state & AT_HOST) == 0
         self._charge_host(int(np.count_nonzero(absent)))
         moved.to_host += int(np.count_nonzero(absent & (state != 0)))
         moved.arrived += int(np.count_nonzero(absent))
         region.state[pages] |= AT_HOST
-        self._remove_from_gpu(region, pages if duplicate is None else pages[~duplicate])
+        self._remove_from_gpu(region, pages if keep is None else pages[~keep])
 
     def discard_pages(self, region: MemoryRegion, pages: PageNumbers) -> None:
         """Free these pages on both sides."""
@@ -153,24 +146,23 @@ class PageResidency:
         """Without concurrent access, managed memory is reserved on the GPU when it is allocated, and stays there."""
         return region.kind is MemoryKind.MANAGED and not self._machine.concurrent
 
-    def _move_under_pressure(
-        self, region: MemoryRegion, pages: PageNumbers, duplicate: PageMask | None, moved: MoveCounts
-    ) -> None:
+    def _move_blocks(self, region: MemoryRegion, pages: PageNumbers, keep: PageMask | None, moved: MoveCounts) -> None:
         """Bring pages of several blocks while GPU memory is full.
 
         One sweep over counts where that is exact; one block at a time where pages have copies or host memory may run
         out.
         """
         eviction_pass, done = EvictionPass.from_pages(region, pages), 0
-        if len(eviction_pass.blocks) > FEW_BLOCKS and not self._has_copies and self._host_has_room_for_all():
-            swept = sweep_blocks(
-                self._lru_blocks, eviction_pass, self.gpu_free // self._page_bytes, self._parameters.hits_refresh
-            )
+        # No eviction can fail half-way if everything evicted fits into host memory.
+        host_has_room = self._machine.host_bytes is None or self.movable_bytes <= self._machine.host_bytes
+        if len(eviction_pass.blocks) > FEW_BLOCKS and not self._has_copies and host_has_room:
+            free_pages = self.gpu_free // self._page_bytes
+            swept = sweep_blocks(self._lru_blocks, eviction_pass, free_pages, self._parameters.hits_refresh)
             self._apply_sweep(eviction_pass, swept, moved)
             done = swept.blocks_done
         for number in range(done, len(eviction_pass.blocks)):
             where = slice(eviction_pass.ends[number - 1] if number else 0, eviction_pass.ends[number])
-            self._move_block(region, pages[where], _select(duplicate, where), moved)
+            self._move_block(region, pages[where], _select(keep, where), moved)
 
     def _apply_sweep(self, eviction_pass: EvictionPass, swept: SweepResult, moved: MoveCounts) -> None:
         """Apply the result of a sweep to page states, counts and accounts."""
@@ -182,10 +174,8 @@ class PageResidency:
             state = owner.state[pages]
             owner.state[pages] = np.where(state & ON_GPU, AT_HOST, state)
             owner.gpu_pages[blocks] = 0
-        region, pages_done = (
-            eviction_pass.region,
-            eviction_pass.pages[: eviction_pass.ends[swept.blocks_done - 1] if swept.blocks_done else 0],
-        )
+        region = eviction_pass.region
+        pages_done = eviction_pass.pages[: eviction_pass.ends[swept.blocks_done - 1] if swept.blocks_done else 0]
         on_gpu = np.zeros(len(region.gpu_pages), np.bool_)  # indexed by block
         resident_blocks = [key - region.first_block for key in swept.resident_blocks]
         on_gpu[resident_blocks] = True
@@ -198,13 +188,7 @@ class PageResidency:
         moved.evicted += swept.to_host
         moved.arrived += swept.arrived
 
-    def _host_has_room_for_all(self) -> bool:
-        """Whether everything evicted fits into host memory, so that no eviction can fail half-way."""
-        return self._machine.host_bytes is None or self.movable_bytes <= self._machine.host_bytes
-
-    def _move_block(
-        self, region: MemoryRegion, pages: PageNumbers, duplicate: PageMask | None, moved: MoveCounts
-    ) -> None:
+    def _move_block(self, region: MemoryRegion, pages: PageNumbers, keep: PageMask | None, moved: MoveCounts) -> None:
         """Bring pages of one block, evicting older blocks; once none is left, the remaining pages stay at the host."""
         missing = (region.state[pages] & ON_GPU) == 0
         block = region.first_block + int(pages[0]) // region.block_pages
@@ -212,25 +196,28 @@ class PageResidency:
             self._lru_blocks.move_to_end(block)
         # The block itself was moved to the end of the order above, so it is never its own victim while an older one
         # exists.
-        missing_pages, duplicate_missing = pages[missing], _select(duplicate, missing)
+        missing_pages = pages[missing]
         while len(missing_pages) * self._page_bytes > self.gpu_free:
             if next(iter(self._lru_blocks), block) == block:  # no other block is left
                 break
             self._evict_oldest(moved)
-        room = self.gpu_free // self._page_bytes
-        self._put_on_gpu(region, missing_pages[:room], _select(duplicate_missing, slice(room)), moved)
-        self._keep_on_host(region, missing_pages[room:], moved)
+        self._move_what_fits(region, missing_pages, _select(keep, missing), moved)
         if region.gpu_pages[block - region.first_block]:
             self._lru_blocks[block] = region
 
-    def _move_what_fits(self, region: MemoryRegion, pages: PageNumbers, moved: MoveCounts) -> None:
-        room = self.gpu_free // self._page_bytes
-        self._put_on_gpu(region, pages[:room], None, moved)
-        self._keep_on_host(region, pages[room:], moved)
-
-    def _put_on_gpu(
-        self, region: MemoryRegion, pages: PageNumbers, duplicate: PageMask | None, moved: MoveCounts
+    def _move_what_fits(
+        self, region: MemoryRegion, pages: PageNumbers, keep: PageMask | None, moved: MoveCounts
     ) -> None:
+        room = self.gpu_free // self._page_bytes
+        self._put_on_gpu(region, pages[:room], _select(keep, slice(room)), moved)
+        rest = pages[room:]
+        if len(rest):
+            moved.unplaced += len(rest)
+            fresh = rest[region.state[rest] == 0]
+            self._charge_host(len(fresh))
+            region.state[fresh] = AT_HOST
+
+    def _put_on_gpu(self, region: MemoryRegion, pages: PageNumbers, keep: PageMask | None, moved: MoveCounts) -> None:
         """Put absent pages on the GPU. The caller has made room."""
         if not len(pages):
             return
@@ -239,15 +226,7 @@ class PageResidency:
         moved.arrived += len(pages)
         region.state[pages] = state | ON_GPU
         self._count_gpu_pages(region, pages, 1)
-        self._remove_from_host(region, pages if duplicate is None else pages[~duplicate])
-
-    def _keep_on_host(self, region: MemoryRegion, pages: PageNumbers, moved: MoveCounts) -> None:
-        if not len(pages):
-            return
-        moved.unplaced += len(pages)
-        fresh = pages[region.state[pages] == 0]
-        self._charge_host(len(fresh))
-        region.state[fresh] = AT_HOST
+        self._remove_from_host(region, pages if keep is None else pages[~keep])
 
     def _evict_oldest(self, moved: MoveCounts) -> None:
         block, region = next(iter(self._lru_blocks.items()))

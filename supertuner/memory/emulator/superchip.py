@@ -33,16 +33,10 @@ from supertuner.memory.driver import (
     MemoryLocation,
 )
 from supertuner.memory.emulator.clock import EmulatorClock, MemoryTraffic
-from supertuner.memory.emulator.configuration import (
-    ERROR_CODES,
-    EmulatedMachine,
-    EmulatorParameters,
-    FaultPlan,
-    InjectedFault,
-)
+from supertuner.memory.emulator.configuration import ERROR_CODES, EmulatedMachine, EmulatorParameters, InjectedFault
 from supertuner.memory.emulator.movement import PageMovement
 from supertuner.memory.emulator.page_table import AT_HOST, GARBAGE, ON_GPU, MemoryRegion, RegionRange, location_code
-from supertuner.memory.emulator.page_use_rules import read_common_location, set_advice, unset_advice
+from supertuner.memory.emulator.page_use_rules import read_common_location, set_advice
 from supertuner.memory.emulator.residency import PageResidency
 from supertuner.memory.machines import MachineSpec
 
@@ -61,7 +55,7 @@ class EmulatedSuperchip:
         machine: MachineSpec | EmulatedMachine,
         *,
         page_bytes: int = 65536,
-        faults: FaultPlan = FaultPlan(),  # noqa: B008 - frozen
+        faults: Sequence[InjectedFault] = (),
         parameters: EmulatorParameters = EmulatorParameters(),  # noqa: B008 - frozen
     ) -> None:
         self.machine = machine if isinstance(machine, EmulatedMachine) else EmulatedMachine.from_spec(machine)
@@ -70,7 +64,7 @@ class EmulatedSuperchip:
         self.clock = EmulatorClock(self.machine, parameters)
         self._residency = PageResidency(self.machine, parameters, page_bytes)
         self._movement = PageMovement(self.machine, parameters, self._residency, self.clock, page_bytes)
-        self._faults = list(faults.faults)
+        self._faults = list(faults)
         self._calls: Counter[str] = Counter()
         self._lock = threading.RLock()
         self._next_address = _FIRST_ADDRESS
@@ -118,9 +112,7 @@ class EmulatedSuperchip:
         """A processor uses every page of the range once, with `accesses` counted per page; None: every cache line."""
         with self._call("touch"):
             for piece in self._region_ranges("touch", span):
-                self._movement.use(
-                    piece.region, piece.region.pages_touching(piece.span), isinstance(by, GpuLocation), write, accesses
-                )
+                self._movement.use(piece.region, piece.pages, isinstance(by, GpuLocation), write, accesses)
 
     def resident_pages(self, span: AddressRange) -> dict[MemoryLocation | None, int]:
         """The number of pages of the range by location; None: not populated. A page with a copy on each side counts
@@ -129,15 +121,11 @@ class EmulatedSuperchip:
         counts: dict[MemoryLocation | None, int] = {}
         with self._lock:
             for piece in self._region_ranges("resident_pages", span):
-                pages = piece.region.pages_touching(piece.span)
-                state = piece.region.state[pages]
+                state = piece.region.state[piece.pages]
                 if piece.region.kind is MemoryKind.DEVICE:
                     state = np.full_like(state, ON_GPU)
-                for location, at_location in (
-                    (HOST, state & AT_HOST),
-                    (GpuLocation(0), state & ON_GPU),
-                    (None, state == 0),
-                ):
+                locations = {HOST: state & AT_HOST, GpuLocation(0): state & ON_GPU, None: state == 0}
+                for location, at_location in locations.items():
                     counts[location] = counts.get(location, 0) + int(np.count_nonzero(at_location))
         return {home: count for home, count in counts.items() if count}
 
@@ -165,13 +153,11 @@ class EmulatedSuperchip:
         )
 
     def free_bytes(self, device: int) -> int:
-        with self._call("free_bytes"):
-            self._check_device("free_bytes", device)
+        with self._call("free_bytes", device):
             return self._residency.gpu_free
 
     def allocate(self, kind: MemoryKind, nbytes: int, device: int = 0) -> int:
-        with self._call("allocate"):
-            self._check_device("allocate", device)
+        with self._call("allocate", device):
             if nbytes <= 0 or kind is MemoryKind.PINNED:
                 raise driver_error("allocate", "CUDA_ERROR_INVALID_VALUE")
             if kind is MemoryKind.MANAGED and not self.machine.managed:
@@ -197,7 +183,7 @@ class EmulatedSuperchip:
             if region.kind is not MemoryKind.DEVICE:
                 self._residency.remove_region(region)
             if self._reserves_gpu_memory(region.kind):
-                self._residency.unreserve(self._round_to_pages(region.span.nbytes))
+                self._residency.gpu_used -= self._round_to_pages(region.span.nbytes)
 
     def memory_kind_at(self, address: int) -> MemoryKind:
         with self._call("memory_kind_at"):
@@ -206,13 +192,8 @@ class EmulatedSuperchip:
 
     def advise(self, span: AddressRange, advice: MemoryAdvice, location: MemoryLocation) -> None:
         with self._call("advise"):
-            for piece in self._advisable_ranges("advise", span, advice, location):
-                set_advice(piece.region, piece.region.pages_touching(piece.span), advice, location)
-
-    def unadvise(self, span: AddressRange, advice: MemoryAdvice, location: MemoryLocation) -> None:
-        with self._call("unadvise"):
-            for piece in self._advisable_ranges("unadvise", span, advice, location):
-                unset_advice(self._residency, piece.region, piece.region.pages_touching(piece.span), advice, location)
+            for piece in self._advisable_ranges(span, advice, location):
+                set_advice(piece.region, piece.pages, advice, location)
 
     def prefetch(self, spans: Sequence[AddressRange], location: MemoryLocation) -> None:
         with self._call("prefetch"):
@@ -220,9 +201,8 @@ class EmulatedSuperchip:
             self._check_location("prefetch", location)
             pieces = [piece for span in spans for piece in self._movable_ranges("prefetch", span)]
             for piece in pieces:
-                pages = piece.region.pages_touching(piece.span)
-                piece.region.prefetched[pages] = location_code(location)
-                self._movement.prefetch(piece.region, pages, isinstance(location, GpuLocation))
+                piece.region.prefetched[piece.pages] = location_code(location)
+                self._movement.prefetch(piece.region, piece.pages, isinstance(location, GpuLocation))
 
     def discard(self, spans: Sequence[AddressRange]) -> None:
         with self._call("discard"):
@@ -233,7 +213,7 @@ class EmulatedSuperchip:
             if any(piece.region.kind is not MemoryKind.MANAGED for piece in pieces):
                 raise driver_error("discard", "CUDA_ERROR_INVALID_VALUE")
             for piece in pieces:  # a page that is only partly inside the range keeps its content
-                pages = piece.region.pages_inside(piece.span)
+                pages = piece.whole_pages
                 self._residency.discard_pages(piece.region, np.arange(pages.start, pages.stop, dtype=np.int64))
                 size = self.page_bytes
                 piece.region.contents.fill(pages.start * size, (pages.stop - pages.start) * size, GARBAGE)
@@ -249,13 +229,13 @@ class EmulatedSuperchip:
     def accessed_by(self, span: AddressRange) -> tuple[MemoryLocation, ...]:
         with self._call("accessed_by"):
             piece = self._managed_range("accessed_by", span)
-            common_bits = int(np.bitwise_and.reduce(piece.region.accessed[piece.region.pages_touching(piece.span)]))
+            common_bits = int(np.bitwise_and.reduce(piece.region.accessed[piece.pages]))
             return tuple(location for bit, location in ((2, GpuLocation(0)), (1, HOST)) if common_bits & bit)
 
     def read_mostly(self, span: AddressRange) -> bool:
         with self._call("read_mostly"):
             piece = self._managed_range("read_mostly", span)
-            return bool(piece.region.read_mostly[piece.region.pages_touching(piece.span)].all())
+            return bool(piece.region.read_mostly[piece.pages].all())
 
     def locate(self, addresses: Sequence[int]) -> list[int | None]:
         """The nodes of system memory pages. What the kernel reports for managed memory on a superchip is unknown, so it
@@ -265,46 +245,42 @@ class EmulatedSuperchip:
             return [self._numa_node(address) for address in addresses]
 
     def fill(self, span: AddressRange, value: int, device: int = 0) -> None:
-        with self._call("fill"):
-            self._check_device("fill", device)
+        with self._call("fill", device):
             piece = self._allocated_range("fill", span)
             if piece.region.kind is MemoryKind.SYSTEM and not self.machine.gpu_reads_host_memory:
                 raise driver_error("fill", "CUDA_ERROR_INVALID_VALUE")
-            self._movement.use(piece.region, piece.region.pages_touching(span), True, True, None)
-            piece.region.contents.fill(span.address - piece.region.span.address, span.nbytes, value)
+            self._movement.use(piece.region, piece.pages, True, True, None)
+            piece.region.contents.fill(piece.offset, span.nbytes, value)
 
     def copy(self, target: int, source: int, nbytes: int, device: int = 0) -> None:
-        with self._call("copy"):
-            self._check_device("copy", device)
+        with self._call("copy", device):
             origin, goal = (self._allocated_range("copy", AddressRange(a, nbytes)) for a in (source, target))
             for piece, write in ((origin, False), (goal, True)):
                 by_gpu = piece.region.kind is not MemoryKind.SYSTEM or self.machine.gpu_reads_host_memory
-                self._movement.use(piece.region, piece.region.pages_touching(piece.span), by_gpu, write, None)
-            goal.region.contents.copy_from(
-                origin.region.contents, target - goal.region.span.address, source - origin.region.span.address, nbytes
-            )
+                self._movement.use(piece.region, piece.pages, by_gpu, write, None)
+            goal.region.contents.copy_from(origin.region.contents, goal.offset, origin.offset, nbytes)
 
     def read(self, span: AddressRange) -> bytes:
         with self._call("read"):
             piece = self._allocated_range("read", span)
-            self._movement.use(piece.region, piece.region.pages_touching(span), False, False, None)
-            return piece.region.contents.read(span.address - piece.region.span.address, span.nbytes)
+            self._movement.use(piece.region, piece.pages, False, False, None)
+            return piece.region.contents.read(piece.offset, span.nbytes)
 
     def synchronize(self, device: int = 0) -> None:
-        with self._call("synchronize"):
-            self._check_device("synchronize", device)
+        with self._call("synchronize", device):
             self.clock.wait_for_link()
 
     # ── checks and lookups ───────────────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
-    def _call(self, name: str) -> Iterator[None]:
-        """Serialise calls, and raise an injected error before anything is done."""
+    def _call(self, name: str, device: int = 0) -> Iterator[None]:
+        """Serialise calls, and raise an injected error before anything is done. There is no device but 0."""
         with self._lock:
             self._calls[name] += 1
             for fault in self._faults:
                 if fault.verb == name and fault.applies_to(self._calls[name]):
                     raise driver_error(name, fault.name)
+            self._check_device(name, device)
             yield
 
     def _reserves_gpu_memory(self, kind: MemoryKind) -> bool:
@@ -330,16 +306,14 @@ class EmulatedSuperchip:
         if not (self.machine.managed and self.machine.concurrent):
             raise driver_error(verb, "CUDA_ERROR_INVALID_DEVICE")
 
-    def _advisable_ranges(
-        self, verb: str, span: AddressRange, advice: MemoryAdvice, location: MemoryLocation
-    ) -> list[RegionRange]:
+    def _advisable_ranges(self, span: AddressRange, advice: MemoryAdvice, to: MemoryLocation) -> list[RegionRange]:
         """The pieces to which this advice applies; none where it is documented to have no effect."""
-        self._check_location(verb, location)
-        if isinstance(location, HostNumaLocation) and advice is MemoryAdvice.ACCESSED_BY:
-            raise driver_error(verb, "CUDA_ERROR_INVALID_VALUE")
-        if isinstance(location, GpuLocation) and advice is not MemoryAdvice.READ_MOSTLY:
-            self._check_migrates_pages(verb)
-        pieces = self._movable_ranges(verb, span)
+        self._check_location("advise", to)
+        if isinstance(to, HostNumaLocation) and advice is MemoryAdvice.ACCESSED_BY:
+            raise driver_error("advise", "CUDA_ERROR_INVALID_VALUE")
+        if isinstance(to, GpuLocation) and advice is not MemoryAdvice.READ_MOSTLY:
+            self._check_migrates_pages("advise")
+        pieces = self._movable_ranges("advise", span)
         located = advice is MemoryAdvice.PREFERRED_LOCATION or not self.machine.ats
         return [piece for piece in pieces if piece.region.kind is MemoryKind.MANAGED or located]
 
@@ -373,13 +347,13 @@ class EmulatedSuperchip:
             return [self._allocated_range(verb, span)]
         block, pieces = self.machine.block_bytes, []
         for start in range(span.address // block * block, span.end, block):
-            if start not in self._foreign_regions:
-                self._foreign_regions[start] = MemoryRegion(
-                    MemoryKind.SYSTEM, AddressRange(start, block), self.page_bytes, block
-                )
-                self._movement.adopt_foreign_region(self._foreign_regions[start])
+            region = self._foreign_regions.get(start)
+            if region is None:
+                region = MemoryRegion(MemoryKind.SYSTEM, AddressRange(start, block), self.page_bytes, block)
+                self._foreign_regions[start] = region
+                self._movement.adopt_foreign_region(region)
             begin, end = max(start, span.address), min(start + block, span.end)
-            pieces.append(RegionRange(self._foreign_regions[start], AddressRange(begin, end - begin)))
+            pieces.append(RegionRange(region, AddressRange(begin, end - begin)))
         return pieces
 
     def _region_at(self, address: int) -> MemoryRegion | None:
@@ -390,9 +364,8 @@ class EmulatedSuperchip:
         return region if address < region.span.end else None
 
     def _numa_node(self, address: int) -> int | None:
-        region = self._region_at(address) or self._foreign_regions.get(
-            address // self.machine.block_bytes * self.machine.block_bytes
-        )
+        block = self.machine.block_bytes
+        region = self._region_at(address) or self._foreign_regions.get(address // block * block)
         if region is None or region.kind is not MemoryKind.SYSTEM:
             return None
         state = int(region.state[(address - region.span.address) // self.page_bytes])

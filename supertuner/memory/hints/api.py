@@ -10,29 +10,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 from supertuner.core.types import bytes_text
-from supertuner.memory.driver import HOST, AddressRange, Driver, GpuLocation, MemoryLocation, NotAvailable
+from supertuner.memory.driver import HOST, AddressRange, Driver, GpuLocation, MemoryLocation, NotAvailable, find_device
 from supertuner.memory.hints.applied_cache import AppliedHintCache
-from supertuner.memory.hints.enabled import HintDecision as HintDecision
-from supertuner.memory.hints.enabled import HintSupport as HintSupport
-from supertuner.memory.hints.enabled import decide_hints as decide_hints
-from supertuner.memory.hints.enabled import hint_support as hint_support
+from supertuner.memory.hints.enabled import HintDecision, HintSupport, decide_hints, hint_support
 from supertuner.memory.hints.outcomes import BatchHintSummary as BatchHintSummary
 from supertuner.memory.hints.outcomes import HintOutcome as HintOutcome
 from supertuner.memory.hints.outcomes import HintStatus as HintStatus
-from supertuner.memory.hints.outcomes import HintTally as HintTally
-from supertuner.memory.hints.outcomes import OutcomeCounts as OutcomeCounts
-from supertuner.memory.hints.outcomes import combine_outcomes
+from supertuner.memory.hints.outcomes import OutcomeCounts, combine_outcomes
 from supertuner.memory.hints.page_ranges import (
     NoAddress,
+    StridedLayout,
     TooManyPieces,
     plain_parts,
     strided_layout,
     whole_pages,
-    whole_pages_inside,
 )
 from supertuner.memory.hints.policy import POLICIES, BatchHint, BatchTensorKind, PolicyName, named_tensors, tensor_kind
 from supertuner.memory.hints.request import HintIssuer, HintRequest, HintVerb
@@ -59,12 +53,16 @@ class ResidencyHints:
         headroom_bytes: int | None = None,
         free_bytes: Callable[[], int | None] | None = None,
     ) -> None:
-        """A prefetch leaves at least `headroom_bytes` of the GPU free; unset: 5 % of it. `free_bytes` replaces the
-        driver's own value where that misleads.
-        """
+        """`headroom_bytes` and `free_bytes`: see `HintIssuer`."""
         self.device = device
         self._policy = POLICIES[policy]
-        self._issuer, self._unavailable_outcome = _open_issuer(driver, device, headroom_bytes, free_bytes)
+        self._issuer: HintIssuer | None = None
+        self._unavailable_outcome = HintOutcome(HintStatus.UNSUPPORTED, f"the driver has no GPU {device}")
+        """The outcome of every hint if there is no issuer."""
+        if isinstance(driver, NotAvailable):
+            self._unavailable_outcome = HintOutcome(HintStatus.UNSUPPORTED, driver.reason)
+        elif (properties := find_device(driver, device)) is not None:
+            self._issuer = HintIssuer(driver, properties, headroom_bytes, free_bytes)
         self._applied_hints = AppliedHintCache()
         self._requests_by_name: dict[str, tuple[BatchTensorKind, tuple[HintRequest, ...]]] = {}
         self._requests = {
@@ -108,13 +106,8 @@ class ResidencyHints:
 
         Not remembered: the caller requests it once per mapping.
         """
-        requested = AddressRange(address, nbytes)
-        if self._issuer is None:
-            return replace(self._unavailable_outcome, requested=requested)
-        pages = whole_pages_inside((requested,), self._issuer.driver.page_bytes)
-        if not pages:
-            return replace(_no_page_outcome(self._issuer.driver.page_bytes, nbytes), requested=requested)
-        return replace(self._issuer.issue(pages, self._requests[BatchHint.PREFER_CPU]), requested=requested)
+        layout = StridedLayout(address, 1, (nbytes,), (1,))
+        return self._issue_layout(layout, self._requests[BatchHint.PREFER_CPU])
 
     def forget(self, span: AddressRange | None = None) -> None:
         """Forget applied hints of a range, because its memory was freed or moved by others; None: all."""
@@ -160,29 +153,35 @@ class ResidencyHints:
         parts = plain_parts(tensor)
         if isinstance(parts, NoAddress):
             return HintOutcome(HintStatus.UNSUPPORTED, parts.reason)
-        return combine_outcomes(
-            [self._applied_hints.find(part, request) or self._issue(part, request, wait) for part in parts]
-        )
+        find = self._applied_hints.find
+        return combine_outcomes([find(part, request) or self._issue(part, request, wait) for part in parts])
 
     def _issue(self, tensor: torch.Tensor, request: HintRequest, wait: bool) -> HintOutcome:
         layout = strided_layout(tensor)
-        requested = layout.span
+        outcome = self._issue_layout(layout, request, tensor.device.index, wait)
+        if outcome.status not in (HintStatus.REFUSED, HintStatus.ERROR):  # those may succeed the next time
+            self._applied_hints.store(tensor, request, layout.span, outcome)
+        return outcome
+
+    def _issue_layout(
+        self, layout: StridedLayout, request: HintRequest, gpu: int | None = None, wait: bool = True
+    ) -> HintOutcome:
+        nbytes = layout.span.nbytes
         if self._issuer is None:
             outcome = self._unavailable_outcome
-        elif requested.nbytes == 0:
+        elif nbytes == 0:
             outcome = HintOutcome(HintStatus.NO_EFFECT, "an empty tensor")
         else:
-            pages = whole_pages(layout, self._issuer.driver.page_bytes)
+            page_bytes = self._issuer.driver.page_bytes
+            pages = whole_pages(layout, page_bytes)
             if isinstance(pages, TooManyPieces):
                 outcome = HintOutcome(HintStatus.UNSUPPORTED, "a view in too many pieces")
-            elif not pages:
-                outcome = _no_page_outcome(self._issuer.driver.page_bytes, requested.nbytes)
+            elif pages:
+                outcome = self._issuer.issue(pages, request, gpu=gpu, wait=wait)
             else:
-                outcome = self._issuer.issue(pages, request, tensor_device=tensor.device.index, wait=wait)
-        outcome = replace(outcome, requested=requested)
-        if outcome.status not in (HintStatus.REFUSED, HintStatus.ERROR):  # those may succeed the next time
-            self._applied_hints.store(tensor, request, requested, outcome)
-        return outcome
+                problem = "smaller than a page of" if nbytes < page_bytes else "it does not cover a whole page of"
+                outcome = HintOutcome(HintStatus.NO_EFFECT, f"{problem} {bytes_text(page_bytes)}")
+        return replace(outcome, requested=layout.span)
 
     def _location(self, device: DeviceLike) -> MemoryLocation:
         if device is None:
@@ -195,28 +194,6 @@ class ResidencyHints:
         if torch_device.type == "cpu":
             return HOST
         return GpuLocation(self.device if torch_device.index is None else torch_device.index)
-
-
-def _open_issuer(
-    driver: Driver | NotAvailable,
-    device_number: int,
-    headroom_bytes: int | None,
-    free_bytes: Callable[[], int | None] | None,
-) -> tuple[HintIssuer | None, HintOutcome]:
-    """The issuer, or None with the outcome of every hint."""
-    if isinstance(driver, NotAvailable):
-        return None, HintOutcome(HintStatus.UNSUPPORTED, driver.reason)
-    device = next((properties for properties in driver.devices() if properties.number == device_number), None)
-    if device is None:
-        return None, HintOutcome(HintStatus.UNSUPPORTED, f"the driver has no GPU {device_number}")
-    headroom = device.total_bytes // 20 if headroom_bytes is None else headroom_bytes
-    free = free_bytes or partial(driver.free_bytes, device_number)
-    return HintIssuer(driver, device, headroom, free), HintOutcome(HintStatus.NO_EFFECT, "hints are on")
-
-
-def _no_page_outcome(page_bytes: int, nbytes: int) -> HintOutcome:
-    problem = "smaller than a page of" if nbytes < page_bytes else "it does not cover a whole page of"
-    return HintOutcome(HintStatus.NO_EFFECT, f"{problem} {bytes_text(page_bytes)}")
 
 
 @dataclass(slots=True)
@@ -314,9 +291,9 @@ def prefetch_batch_to_device(batch: object) -> BatchHintSummary:
 def optimize_batch_for_gh200(batch: object) -> BatchHintSummary:
     """Place a batch where the next step reads it, by the policy table; returns the counted outcomes."""
     disabled = _disabled_outcome()
-    return (
-        _count_all(batch, disabled) if disabled else BatchHintSummary.from_counts(_process_hints().place_batch(batch))
-    )
+    if disabled:
+        return _count_all(batch, disabled)
+    return BatchHintSummary.from_counts(_process_hints().place_batch(batch))
 
 
 def _hint_each(batch: object, hint: BatchHint) -> BatchHintSummary:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from supertuner.memory.driver import DeviceProperties, Driver, NotAvailable
+from supertuner.memory.driver import DeviceProperties, Driver, NotAvailable, find_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,8 @@ def decide_hints(
 ) -> HintDecision:
     """Combine request and support, in the order of the table above."""
     asked, requested_by = _requested(override, setting, cache_types)
-    if asked is None:
-        return HintDecision(False, None, requested_by)
     if not asked:
-        return HintDecision(False, False, requested_by)
+        return HintDecision(False, asked, requested_by)
     if not support.supported:
         return HintDecision(False, True, f"{requested_by}, but {support.reason}")
     return HintDecision(True, True, f"{requested_by}; {support.reason}")
@@ -61,28 +59,24 @@ def hint_support(driver: Driver | NotAvailable, device: int = 0) -> HintSupport:
     """Whether a machine's driver supports hints. A property that the driver does not report counts as no."""
     if isinstance(driver, NotAvailable):
         return HintSupport(False, driver.reason)
-    properties = next((candidate for candidate in driver.devices() if candidate.number == device), None)
-    if properties is None:
+    gpu = find_device(driver, device)
+    if gpu is None:
         return HintSupport(False, f"the driver has no GPU {device}")
-    return device_hint_support(properties)
+    return device_hint_support(gpu)
 
 
-def device_hint_support(device: DeviceProperties) -> HintSupport:
-    if device.integrated:
-        return HintSupport(
-            False, f"CPU and {device.name} share one pool of memory, so there is no other memory to move to"
-        )
+def device_hint_support(gpu: DeviceProperties) -> HintSupport:
+    if gpu.integrated:
+        return HintSupport(False, f"CPU and {gpu.name} share one pool of memory, so there is no other to move to")
     memories = []
-    if device.managed and device.concurrent_managed:
+    if gpu.managed and gpu.concurrent_managed:
         memories.append("managed memory")
-    if device.pageable:
-        through = " through the host's page tables" if device.host_page_tables else ""
+    if gpu.pageable:
+        through = " through the host's page tables" if gpu.host_page_tables else ""
         memories.append(f"ordinary memory{through}")
     if not memories:
-        return HintSupport(
-            False, f"{device.name} has no managed memory that accepts hints, and cannot read ordinary memory"
-        )
-    return HintSupport(True, f"{device.name} accepts hints for {' and '.join(memories)}")
+        return HintSupport(False, f"{gpu.name} has no managed memory that accepts hints, nor reads ordinary memory")
+    return HintSupport(True, f"{gpu.name} accepts hints for {' and '.join(memories)}")
 
 
 def _requested(override: bool | None, setting: bool | None, cache_types: Sequence[str]) -> tuple[bool | None, str]:

@@ -110,9 +110,8 @@ class BatchHintSummary:
 
     def to_dict(self) -> dict[str, JSON]:
         """The rows as JSON values."""
-        return {
-            "rows": [{"status": status.value, "reason": reason, "count": count} for status, reason, count in self.rows]
-        }
+        rows = [{"status": status.value, "reason": reason, "count": count} for status, reason, count in self.rows]
+        return {"rows": rows}
 
 
 class HintTally:
@@ -122,12 +121,9 @@ class HintTally:
         self._counts: OutcomeCounts = Counter()
         self._lock = threading.Lock()
 
-    def add(self, result: HintOutcome | BatchHintSummary | OutcomeCounts) -> None:
+    def add(self, result: HintOutcome | OutcomeCounts) -> None:
         with self._lock:
-            if isinstance(result, HintOutcome):
-                self._counts[result.status, result.reason] += 1
-            else:
-                self._counts.update(result.counts if isinstance(result, BatchHintSummary) else result)
+            self._counts.update([(result.status, result.reason)] if isinstance(result, HintOutcome) else result)
 
     def counts(self) -> OutcomeCounts:
         with self._lock:
@@ -142,7 +138,5 @@ class HintTally:
 
     def lines(self) -> list[str]:
         """For the run summary, the most frequent first: `applied: read back as requested (96)`."""
-        return [
-            f"{status}: {reason} ({count:,})"
-            for status, reason, count in BatchHintSummary.from_counts(self.counts()).rows
-        ]
+        rows = BatchHintSummary.from_counts(self.counts()).rows
+        return [f"{status}: {reason} ({count:,})" for status, reason, count in rows]

@@ -8,14 +8,17 @@ a tensor.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from supertuner.memory.driver import AddressRange
 
 if TYPE_CHECKING:
     import torch
+
+Pieces: TypeAlias = tuple[AddressRange, ...]
 
 MAX_PIECES: Final = 1024
 """Maximum number of contiguous pieces of a view that is hinted: each would be a driver call."""
@@ -53,9 +56,7 @@ class NoAddress:
     reason: str
 
 
-def whole_pages(
-    layout: StridedLayout, page_bytes: int, max_pieces: int = MAX_PIECES
-) -> tuple[AddressRange, ...] | TooManyPieces:
+def whole_pages(layout: StridedLayout, page_bytes: int, max_pieces: int = MAX_PIECES) -> Pieces | TooManyPieces:
     """The pages that hold only bytes of this view, as ranges in order of address."""
     ranges = contiguous_pieces(layout, max_pieces)
     if not isinstance(ranges, TooManyPieces):
@@ -64,14 +65,12 @@ def whole_pages(
     return () if 2 * _contiguous_run(layout)[0] < page_bytes else ranges
 
 
-def contiguous_pieces(layout: StridedLayout, max_pieces: int = MAX_PIECES) -> tuple[AddressRange, ...] | TooManyPieces:
+def contiguous_pieces(layout: StridedLayout, max_pieces: int = MAX_PIECES) -> Pieces | TooManyPieces:
     """The bytes of a view as the fewest contiguous ranges, in order of address."""
     if 0 in layout.shape:
         return ()
     run_bytes, outer = _contiguous_run(layout)
-    count = 1
-    for n, _ in outer:
-        count *= n
+    count = math.prod(n for n, _ in outer)
     if count > max_pieces:
         return TooManyPieces(count)
     steps = itertools.product(*(range(0, n * stride, stride) for n, stride in outer))
@@ -79,7 +78,7 @@ def contiguous_pieces(layout: StridedLayout, max_pieces: int = MAX_PIECES) -> tu
     return _merge_adjacent(AddressRange(start, run_bytes) for start in starts)
 
 
-def whole_pages_inside(spans: Iterable[AddressRange], page_bytes: int) -> tuple[AddressRange, ...]:
+def whole_pages_inside(spans: Iterable[AddressRange], page_bytes: int) -> Pieces:
     """The whole pages inside each range."""
     pages = []
     for span in spans:
@@ -128,9 +127,8 @@ def _check_plain(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | NoAddress:
     import torch
 
     if tensor.layout != torch.strided:
-        return NoAddress(
-            f"a tensor of layout {str(tensor.layout).removeprefix('torch.')} is not a single block of memory"
-        )
+        layout = str(tensor.layout).removeprefix("torch.")
+        return NoAddress(f"a tensor of layout {layout} is not a single block of memory")
     if tensor.device.type == "meta":
         return NoAddress("a tensor on the meta device has no memory")
     if tensor.device.type not in ("cpu", "cuda"):
@@ -147,12 +145,10 @@ def _contiguous_run(layout: StridedLayout) -> tuple[int, list[tuple[int, int]]]:
     """Bytes of the longest contiguous run of the innermost dimensions, and (size, stride in bytes) of the outer
     dimensions.
     """
-    dimensions: Sequence[tuple[int, int]] = sorted(
-        ((stride * layout.itemsize, n) for n, stride in zip(layout.shape, layout.strides, strict=True) if n > 1),
-    )
+    dimensions = zip(layout.shape, layout.strides, strict=True)
     run_bytes = layout.itemsize
     outer: list[tuple[int, int]] = []
-    for stride, n in dimensions:
+    for stride, n in sorted((stride * layout.itemsize, n) for n, stride in dimensions if n > 1):
         if not outer and stride <= run_bytes:  # the next element begins where this run ends, or inside it
             run_bytes += stride * (n - 1)
         else:
@@ -160,7 +156,7 @@ def _contiguous_run(layout: StridedLayout) -> tuple[int, list[tuple[int, int]]]:
     return run_bytes, outer
 
 
-def _merge_adjacent(spans: Iterable[AddressRange]) -> tuple[AddressRange, ...]:
+def _merge_adjacent(spans: Iterable[AddressRange]) -> Pieces:
     """Merge adjacent and overlapping ranges, given in order of address."""
     merged: list[AddressRange] = []
     for span in spans:

@@ -85,30 +85,19 @@ KIND_WORDS: Final[tuple[tuple[BatchTensorKind, tuple[str, ...]], ...]] = (
 """The first row with a word that occurs in the full name (such as `audio.latents`) determines the kind."""
 
 TENSOR_ATTRIBUTES: Final = (
-    "latents",
-    "unconditional_latents",
-    "audio_latents",
-    "tensor",
-    "control_tensor",
-    "mask_tensor",
-    "prompt_embeds",
-    "text_embeds",
-    "pooled_embeds",
-    "attention_mask",
-)
+    "latents", "unconditional_latents", "audio_latents", "tensor", "control_tensor", "mask_tensor", "prompt_embeds",
+    "text_embeds", "pooled_embeds", "attention_mask",
+)  # fmt: skip
 """Attributes that hold tensors in other trainers' batch objects that are neither mappings nor dataclasses."""
 
 
 def tensor_kind(name: str) -> BatchTensorKind:
     """The kind of a tensor by its full name, which contains the names of its containers, separated by dots."""
     lowered = name.lower()
-    for kind in BatchTensorKind:
-        if lowered == kind.value:
-            return kind
-    for kind, words in KIND_WORDS:
-        if any(word in lowered for word in words):
-            return kind
-    return BatchTensorKind.OTHER
+    if lowered in tuple(BatchTensorKind):
+        return BatchTensorKind(lowered)
+    matches = (kind for kind, words in KIND_WORDS if any(word in lowered for word in words))
+    return next(matches, BatchTensorKind.OTHER)
 
 
 def named_tensors(batch: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

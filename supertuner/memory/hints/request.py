@@ -76,27 +76,22 @@ class HintIssuer:
 
     driver: Driver
     device: DeviceProperties
-    headroom_bytes: int
-    free_bytes: Callable[[], int | None]
-    """Returns the free memory of the GPU; None if unknown."""
+    headroom_bytes: int | None = None
+    """None: 5 % of the GPU."""
+    free_bytes: Callable[[], int | None] | None = None
+    """Returns the free memory of the GPU, None if unknown, where the driver's own value misleads."""
 
     def issue(
-        self,
-        spans: Sequence[AddressRange],
-        request: HintRequest,
-        *,
-        tensor_device: int | None = None,
-        wait: bool = True,
+        self, spans: Sequence[AddressRange], request: HintRequest, *, gpu: int | None = None, wait: bool = True
     ) -> HintOutcome:
-        """Issue one hint for whole pages of one piece of memory. `tensor_device` is the GPU of the tensor according to
-        torch.
+        """Issue one hint for whole pages of one piece of memory. `gpu` is the GPU of the tensor according to torch.
 
         With `wait`, waits until the pages have migrated where only that shows whether they did.
         """
         assert spans, "a hint needs at least one page"
         try:
             kind = self.driver.memory_kind_at(spans[0].address)
-            predicted = self.predict_outcome(kind, request, tensor_device)
+            predicted = self.predict_outcome(kind, request, gpu)
             if predicted is not None:
                 return predicted
             to_gpu = isinstance(request.location, GpuLocation)
@@ -104,43 +99,39 @@ class HintIssuer:
                 return HintOutcome(HintStatus.REFUSED, "too little GPU memory would stay free")
         except DriverError as error:
             return _error_outcome(error)
-        return self._send_to_driver(spans, request, kind, wait)
+        return self._send(spans, request, kind, wait)
 
-    def predict_outcome(
-        self, kind: MemoryKind, request: HintRequest, tensor_device: int | None = None
-    ) -> HintOutcome | None:
-        """The outcome that follows from the kind of memory alone; None if the driver must be called."""
-        location = request.location
+    def predict_outcome(self, kind: MemoryKind, request: HintRequest, gpu: int | None = None) -> HintOutcome | None:
+        """The outcome that follows from the kind of memory alone; None if the driver must be called. `gpu` is the
+        tensor's.
+        """
+        location, device = request.location, self.device
         is_access_hint = request.verb in (HintVerb.ACCESSED_BY, HintVerb.READ_MOSTLY)
-        if self.device.integrated:
+        if device.integrated:
             return HintOutcome(HintStatus.NO_EFFECT, "CPU and GPU share one pool of memory")
         if kind is MemoryKind.PINNED:
             return HintOutcome(HintStatus.NO_EFFECT, "pinned memory is locked in host memory")
         if kind is MemoryKind.DEVICE:
-            to_gpu = isinstance(location, GpuLocation)
-            if is_access_hint or (isinstance(location, GpuLocation) and tensor_device in (None, location.device)):
-                return HintOutcome(HintStatus.NO_EFFECT, "device memory never leaves its GPU")
-            where = "another GPU" if to_gpu else "the host"
-            return HintOutcome(
-                HintStatus.UNSUPPORTED, f"device memory never leaves its GPU, so it cannot move to {where}"
-            )
-        if kind is MemoryKind.MANAGED and self.device.concurrent_managed is False:
+            reason = "device memory never leaves its GPU"
+            if is_access_hint or (isinstance(location, GpuLocation) and gpu in (None, location.device)):
+                return HintOutcome(HintStatus.NO_EFFECT, reason)
+            where = "another GPU" if isinstance(location, GpuLocation) else "the host"
+            return HintOutcome(HintStatus.UNSUPPORTED, f"{reason}, so it cannot move to {where}")
+        if kind is MemoryKind.MANAGED and device.concurrent_managed is False:
             return HintOutcome(HintStatus.UNSUPPORTED, "this GPU accepts no hints for managed memory")
-        if kind is MemoryKind.SYSTEM and self.device.pageable is False:
+        if kind is MemoryKind.SYSTEM and device.pageable is False:
             return HintOutcome(HintStatus.UNSUPPORTED, "ordinary memory, which this GPU cannot read")
-        if kind is MemoryKind.SYSTEM and is_access_hint and self.device.host_page_tables:
-            return HintOutcome(
-                HintStatus.NO_EFFECT, f'"{request.verb}" is documented to do nothing for ordinary memory on ATS'
-            )
+        if kind is MemoryKind.SYSTEM and is_access_hint and device.host_page_tables:
+            reason = f'"{request.verb}" is documented to do nothing for ordinary memory on ATS'
+            return HintOutcome(HintStatus.NO_EFFECT, reason)
         return None
 
     def _has_room(self, spans: Sequence[AddressRange]) -> bool:
-        free = self.free_bytes()
-        return free is None or free >= sum(span.nbytes for span in spans) + self.headroom_bytes
+        free = self.driver.free_bytes(self.device.number) if self.free_bytes is None else self.free_bytes()
+        headroom = self.device.total_bytes // 20 if self.headroom_bytes is None else self.headroom_bytes
+        return free is None or free >= sum(span.nbytes for span in spans) + headroom
 
-    def _send_to_driver(
-        self, spans: Sequence[AddressRange], request: HintRequest, kind: MemoryKind, wait: bool
-    ) -> HintOutcome:
+    def _send(self, spans: Sequence[AddressRange], request: HintRequest, kind: MemoryKind, wait: bool) -> HintOutcome:
         applied_to: list[AddressRange] = []
         try:
             if request.verb is HintVerb.PREFETCH:
@@ -160,23 +151,17 @@ class HintIssuer:
 
     def _read_back(self, spans: Sequence[AddressRange], request: HintRequest) -> HintOutcome:
         """Read the hint back from the driver. For a prefetch this returns the request, not where the pages are."""
-        applied_to = tuple(spans)
         try:
             matches = [self._matches(span, request) for span in spans]
         except DriverError:
             # It accepted the hint and cannot report on this memory: that is "unverified", not a failure of the hint.
-            return HintOutcome(
-                HintStatus.UNVERIFIED, "accepted by the driver, which does not read it back", None, applied_to
-            )
+            matches = [None]
+        status, reason = HintStatus.UNVERIFIED, "accepted by the driver, which does not read it back"
         if all(matches):
-            return HintOutcome(HintStatus.APPLIED, "read back as requested", None, applied_to)
-        if False in matches:
-            return HintOutcome(
-                HintStatus.ERROR, "accepted by the driver, which reads back something else", None, applied_to
-            )
-        return HintOutcome(
-            HintStatus.UNVERIFIED, "accepted by the driver, which does not read it back", None, applied_to
-        )
+            status, reason = HintStatus.APPLIED, "read back as requested"
+        elif False in matches:
+            status, reason = HintStatus.ERROR, "accepted by the driver, which reads back something else"
+        return HintOutcome(status, reason, None, tuple(spans))
 
     def _matches(self, span: AddressRange, request: HintRequest) -> bool | None:
         """Whether the driver reads back the request; None if it does not report it."""
@@ -184,30 +169,27 @@ class HintIssuer:
             return self.driver.read_mostly(span)
         if request.verb is HintVerb.ACCESSED_BY:
             return any(same_location(request.location, location) for location in self.driver.accessed_by(span))
-        reported = (
-            self.driver.preferred_location(span)
-            if request.verb is HintVerb.PREFER
-            else self.driver.last_prefetch_location(span)
-        )
+        prefers = request.verb is HintVerb.PREFER
+        reported = self.driver.preferred_location(span) if prefers else self.driver.last_prefetch_location(span)
         return None if reported is None else same_location(request.location, reported)
 
     def _verify_location(self, spans: Sequence[AddressRange], location: MemoryLocation) -> HintOutcome:
         """Locate the pages through the kernel, after they have migrated."""
-        applied_to = tuple(spans)
         try:
             self.driver.synchronize(self.device.number)
             nodes = self.driver.locate(page_addresses(spans, self.driver.page_bytes))
         except DriverError as error:
-            return _error_outcome(error, applied_to)
+            return _error_outcome(error, spans)
         arrived = [self._is_at_location(node, location) for node in nodes]
+        status, reason = HintStatus.NO_EFFECT, "accepted, but the kernel finds its pages elsewhere"
         if None in arrived:
+            status = HintStatus.UNVERIFIED
             reason = "migration started, and the kernel does not report where the pages are"
-            return HintOutcome(HintStatus.UNVERIFIED, reason, None, applied_to)
-        if all(arrived):
-            return HintOutcome(HintStatus.APPLIED, "the kernel finds its pages there", None, applied_to)
-        if any(arrived):
-            return HintOutcome(HintStatus.UNVERIFIED, "the kernel finds a part of its pages there", None, applied_to)
-        return HintOutcome(HintStatus.NO_EFFECT, "accepted, but the kernel finds its pages elsewhere", None, applied_to)
+        elif all(arrived):
+            status, reason = HintStatus.APPLIED, "the kernel finds its pages there"
+        elif any(arrived):
+            status, reason = HintStatus.UNVERIFIED, "the kernel finds a part of its pages there"
+        return HintOutcome(status, reason, None, tuple(spans))
 
     def _is_at_location(self, node: int | None, location: MemoryLocation) -> bool | None:
         """Whether a page on that NUMA node is at the requested location; None if that is unknown."""

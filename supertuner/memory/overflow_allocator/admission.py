@@ -13,7 +13,7 @@ from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, MIB, bytes_text
 from supertuner.memory.driver import DeviceProperties
 from supertuner.memory.overflow_allocator.plugin import OverflowLimits
-from supertuner.memory.overflow_allocator.routing import OLDEST_TORCH, parse_version
+from supertuner.memory.overflow_allocator.routing import OLDEST_TORCH, parse_version, version_text
 
 if TYPE_CHECKING:
     from supertuner.config.settings.memory import OverflowSettings as Settings
@@ -105,18 +105,16 @@ def _torch_problem(torch_state: TorchAllocatorFacts) -> str | None:
     if not torch_state.sees_gpu:
         return f"torch {torch_state.version} sees no GPU; install a CUDA build of torch, or {_TURN_OFF_HINT}"
     if parse_version(torch_state.version) < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
+        oldest = version_text(OLDEST_TORCH)
         return f"torch {torch_state.version} is too old for overflow; install {oldest} or newer, or {_TURN_OFF_HINT}"
     if torch_state.backend != "native":
         remedy = "remove `backend` from PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
         return f"torch uses {torch_state.backend}, which has no pools; {remedy}"
     if torch_state.has_uvm_statistics:
-        problem = "this torch is patched and spills by itself (it has uvm.* statistics)"
-        return f"{problem}; use only one of the two: {_TURN_OFF_HINT}"
+        return f"this torch is patched and spills by itself (it has uvm.* statistics); use only one: {_TURN_OFF_HINT}"
     if torch_state.memory_fraction < 1.0:
-        fraction = f"{torch_state.memory_fraction:g}"
-        problem = f"a memory fraction of {fraction} is set for torch, which counts spilled memory as well"
-        return f"{problem}; remove the fraction, or {_TURN_OFF_HINT}"
+        problem = f"a memory fraction of {torch_state.memory_fraction:g} is set for torch"
+        return f"{problem}, which counts spilled memory as well; remove the fraction, or {_TURN_OFF_HINT}"
     return None
 
 

@@ -7,7 +7,7 @@ library, once per process: opening it again gives the same account. This file im
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import ClassVar, Final, Literal, TypeAlias
@@ -16,7 +16,6 @@ from supertuner.memory.driver import MemoryKind, NotAvailable
 
 AccessPattern: TypeAlias = Literal["gpu_first", "balanced", "cpu_first"]
 
-FREE_SYMBOL: Final = "supertuner_free"
 UNLIMITED: Final = (1 << 64) - 1
 """The plugin's value for "not set"."""
 _MAX_BYTES: Final = 1 << 63
@@ -43,14 +42,13 @@ class OverflowLimits:
 
 @dataclass(frozen=True, slots=True)
 class OverflowStats:
-    """The plugin's statistics of one GPU since the process started."""
+    """The plugin's statistics of one GPU since the process started, in the order of `struct statistics`."""
 
     stage: int
     """1: the plugin allocates device memory; 2: managed memory; 0: no request yet."""
-    entered: int
-    """How often stage 2 began."""
-    left: int
-    """How often stage 2 ended."""
+    last_error: int
+    """The driver's code of the last failed call, -1 for an error of the plugin itself, 0 for none."""
+    last_call: str
     total_bytes: int
     free_bytes: int
     """Free GPU memory at the plugin's last query."""
@@ -58,13 +56,17 @@ class OverflowStats:
     margin_bytes: int
     limit_bytes: int
     device_bytes: int
-    device_peak_bytes: int
-    device_segments: int
-    device_allocations: int
     managed_bytes: int
+    device_peak_bytes: int
     managed_peak_bytes: int
+    device_segments: int
     managed_segments: int
+    device_allocations: int
     managed_allocations: int
+    entered: int
+    """How often stage 2 began."""
+    left: int
+    """How often stage 2 ended."""
     frees: int
     foreign_frees: int
     """Requests to free pointers that the plugin had not allocated; ignored."""
@@ -83,9 +85,6 @@ class OverflowStats:
     host_floor_bytes: int
     host_room_bytes: int
     host_looks: int
-    last_error: int
-    """The driver's code of the last failed call, -1 for an error of the plugin itself, 0 for none."""
-    last_call: str
 
     @property
     def refusals(self) -> int:
@@ -99,14 +98,7 @@ class _CStatistics(ctypes.Structure):
         ("version", ctypes.c_uint32), ("size", ctypes.c_uint32),
         ("stage", ctypes.c_int32), ("last_error", ctypes.c_int32),
         ("last_call", ctypes.c_char * 32),
-        *((name, ctypes.c_uint64) for name in (
-            "total_bytes", "free_bytes", "reserve_bytes", "margin_bytes", "limit_bytes",
-            "device_bytes", "managed_bytes", "device_peak_bytes", "managed_peak_bytes",
-            "device_segments", "managed_segments", "device_allocations", "managed_allocations",
-            "entered", "left", "frees", "foreign_frees",
-            "refused_ratio", "refused_host", "refused_driver", "device_failures", "advice_failures", "free_failures",
-            "light_reclamations", "hard_reclamations", "host_floor_bytes", "host_room_bytes", "host_looks",
-        )),
+        *((field.name, ctypes.c_uint64) for field in fields(OverflowStats)[3:]),
     ]  # fmt: skip
 
 
@@ -120,12 +112,15 @@ class OverflowPlugin:
         self._library = ctypes.CDLL(str(library))
         self._library.supertuner_overflow_kind.argtypes = (ctypes.c_void_p,)
 
+    def symbols(self, pattern: AccessPattern) -> tuple[str, str]:
+        """The names of its functions that allocate, for this access pattern, and free."""
+        return f"supertuner_alloc_{pattern}", "supertuner_free"
+
     def configure(self, limits: OverflowLimits, device: int = 0) -> None:
         """Set the limits. They apply from the next segment on; existing segments stay."""
         reserve = UNLIMITED if limits.gpu_reserve_bytes is None else min(limits.gpu_reserve_bytes, _MAX_BYTES)
-        status = self._library.supertuner_overflow_configure(
-            device, ctypes.c_double(limits.ratio), ctypes.c_uint64(reserve)
-        )
+        ratio = ctypes.c_double(limits.ratio)
+        status = self._library.supertuner_overflow_configure(device, ratio, ctypes.c_uint64(reserve))
         assert status == 0, f"device {device}, ratio {limits.ratio}"
         assert len(str(limits.meminfo)) < 256, limits.meminfo
         cap = UNLIMITED if limits.host_cap_bytes is None else limits.host_cap_bytes
@@ -135,13 +130,10 @@ class OverflowPlugin:
 
     def stats(self, device: int = 0) -> OverflowStats:
         raw = _CStatistics()
-        status = self._library.supertuner_overflow_statistics(
-            device, ctypes.byref(raw), ctypes.c_size_t(ctypes.sizeof(raw))
-        )
-        assert status == 0 and raw.version == _STATISTICS_VERSION, (
-            "the plugin was built from a different version of its source"
-        )
-        values = {name: getattr(raw, name) for name in OverflowStats.__slots__}
+        size = ctypes.c_size_t(ctypes.sizeof(raw))
+        status = self._library.supertuner_overflow_statistics(device, ctypes.byref(raw), size)
+        assert status == 0 and raw.version == _STATISTICS_VERSION, "the plugin was built from another source"
+        values = {field.name: getattr(raw, field.name) for field in fields(OverflowStats)}
         return OverflowStats(**{**values, "last_call": raw.last_call.decode("ascii", "replace")})
 
     def segment_kind(self, segment: int) -> MemoryKind | None:
@@ -153,16 +145,8 @@ class OverflowPlugin:
         self._library.supertuner_overflow_reclaimed(device, ctypes.c_uint64(light), ctypes.c_uint64(hard))
 
 
-def alloc_symbol(pattern: AccessPattern) -> str:
-    """The plugin's allocation function for this access pattern."""
-    return f"supertuner_alloc_{pattern}"
-
-
 def find_plugin() -> Path | NotAvailable:
     """The path of the plugin, if it was built when the package was installed."""
-    this_file = Path(__file__)
-    candidates = (
-        path for suffix in EXTENSION_SUFFIXES if (path := this_file.with_name(f"_overflow{suffix}")).is_file()
-    )
+    candidates = (Path(__file__).with_name(f"_overflow{suffix}") for suffix in EXTENSION_SUFFIXES)
     reason = "the overflow allocator was not built: install a C compiler (gcc), then run `pip install -e .` again"
-    return next(candidates, None) or NotAvailable(reason)
+    return next((path for path in candidates if path.is_file()), None) or NotAvailable(reason)

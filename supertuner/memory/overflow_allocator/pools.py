@@ -8,7 +8,7 @@ exist stay valid.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -19,28 +19,11 @@ from torch.cuda.memory import CUDAPluggableAllocator
 from supertuner.core.errors import MemoryEngineError
 from supertuner.core.events import DecisionEvent, MeasurementEvent, NoteEvent, Sink, WarningEvent
 from supertuner.core.host import HostFacts
-from supertuner.core.types import JSON, MIB, bytes_text
+from supertuner.core.types import JSON, MIB, CloseOnExit, bytes_text
 from supertuner.memory.driver import HOST, Driver, DriverError, NotAvailable
-from supertuner.memory.overflow_allocator import reclaim as reclaiming
-from supertuner.memory.overflow_allocator import routing
-from supertuner.memory.overflow_allocator.admission import (
-    SETTINGS_KEY,
-    HostCapacity,
-    overflow_limits,
-    settings_warning,
-    torch_allocator_facts,
-    unavailable_reason,
-    with_device_index,
-)
-from supertuner.memory.overflow_allocator.plugin import (
-    FREE_SYMBOL,
-    AccessPattern,
-    OverflowLimits,
-    OverflowPlugin,
-    OverflowStats,
-    alloc_symbol,
-    find_plugin,
-)
+from supertuner.memory.overflow_allocator import admission, reclaim, routing
+from supertuner.memory.overflow_allocator.admission import SETTINGS_KEY
+from supertuner.memory.overflow_allocator.plugin import AccessPattern, OverflowPlugin, OverflowStats, find_plugin
 from supertuner.memory.overflow_allocator.routing import AllocationRoute, ProcessWideRoute, ThreadLocalRoute
 from supertuner.memory.probe import host_available_bytes
 
@@ -81,17 +64,17 @@ def open_overflow_pools(
 
     `driver` reclaims memory between steps; without one only the pools' own cache can be released.
     """
-    torch_device = with_device_index(torch.device("cuda", device) if isinstance(device, int) else device)
-    reason = unavailable_reason(settings, facts, torch_device, torch_allocator_facts(torch_device), host)
+    gpu = admission.with_device_index(torch.device("cuda", device) if isinstance(device, int) else device)
+    reason = admission.unavailable_reason(settings, facts, gpu, admission.torch_allocator_facts(gpu), host)
     library = find_plugin()
     if reason is not None:
         raise MemoryEngineError(f"{SETTINGS_KEY}: {reason}")
     if isinstance(library, NotAvailable):
         raise MemoryEngineError(f"{SETTINGS_KEY}: {library.reason}")
-    return OverflowPools(settings, facts, host, sink, driver, torch_device.index or 0, OverflowPlugin(library))
+    return OverflowPools(settings, facts, host, sink, driver, gpu.index or 0, OverflowPlugin(library))
 
 
-class OverflowPools:
+class OverflowPools(CloseOnExit):
     """One pool for all tensors, and one more for each tensor class with a different access pattern."""
 
     def __init__(
@@ -102,24 +85,24 @@ class OverflowPools:
         sink: Sink,
         driver: Driver | NotAvailable,
         device: int,
-        overflow: OverflowPlugin,
+        plugin: OverflowPlugin,
     ) -> None:
         self._settings, self._facts, self._host, self._sink = settings, facts, host, sink
-        self._driver, self._device, self._plugin = driver, device, overflow
-        self._host_capacity = HostCapacity()
-        self._limits = self._configure_limits(overflow.stats(device).managed_bytes)
+        self._driver, self._device, self._plugin = driver, device, plugin
+        self._host_capacity = admission.HostCapacity()
+        self._configure_limits(plugin.stats(device).managed_bytes)
         weights, state = settings.class_patterns.weights, settings.class_patterns.state
         self._patterns: dict[TensorClass, AccessPattern] = {
             "weights": weights or settings.access_pattern,
             "state": state or settings.access_pattern,
         }
         patterns = dict.fromkeys((settings.access_pattern, *self._patterns.values()))
-        path, free = str(overflow.library), FREE_SYMBOL
-        self._allocators = {pattern: CUDAPluggableAllocator(path, alloc_symbol(pattern), free) for pattern in patterns}
+        library = str(plugin.library)
+        self._allocators = {name: CUDAPluggableAllocator(library, *plugin.symbols(name)) for name in patterns}
         self._pools = {pattern: self._new_pool(pattern) for pattern in patterns}
         self._current: AccessPattern = settings.access_pattern
         self._steps = self._peak_bytes = 0
-        self._refusals = overflow.stats(device).refusals
+        self._refusals = plugin.stats(device).refusals
         self._last_light_step: int | None = None
         self._next_light_step = 0
         self._allocations_at_light = -1
@@ -127,12 +110,6 @@ class OverflowPools:
         self._last_hard_step: int | None = None
         self._has_retired_segments = False
         self._route = self._announce_route(self._open_route())
-
-    def __enter__(self) -> OverflowPools:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the routing. Existing memory stays valid and is freed through the plugin."""
@@ -176,7 +153,7 @@ class OverflowPools:
             self._has_retired_segments = held_bytes > sum(segment.span.nbytes for segment in segments)
         state = self._pool_state(account, segments, refused)
         light = self._reclaim_light(state)
-        reason = reclaiming.hard_reclaim_reason(self._pool_state(self.stats(), segments, refused) if light else state)
+        reason = reclaim.hard_reclaim_reason(self._pool_state(self.stats(), segments, refused) if light else state)
         self._next_snapshot_s = time.monotonic() + (time.monotonic() - start_s) / SNAPSHOT_TIME_SHARE
         return ReclaimedBytes(light, 0 if reason is None else self.rebuild(reason))
 
@@ -198,16 +175,15 @@ class OverflowPools:
         self._sink.emit(NoteEvent(SETTINGS_KEY, f"pools rebuilt, {bytes_text(freed)} freed: {reason}"))
         return freed
 
-    def _configure_limits(self, managed_bytes: int) -> OverflowLimits:
+    def _configure_limits(self, managed_bytes: int) -> None:
         """Recompute the limits: available host memory changes during a run, and only Python sees a container's share of
         it.
         """
         available = host_available_bytes(self._facts, self._host)
         host_capacity = None if available is None else self._host_capacity.update(available, managed_bytes)
-        limits = overflow_limits(self._settings, self._host, host_capacity=host_capacity)
-        self._plugin.configure(limits, self._device)
+        self._limits = admission.overflow_limits(self._settings, self._host, host_capacity=host_capacity)
+        self._plugin.configure(self._limits, self._device)
         self._limits_until_s = time.monotonic() + MAX_LIMITS_AGE_S
-        return limits
 
     def _refresh_limits(self, account: OverflowStats) -> None:
         if time.monotonic() >= self._limits_until_s:
@@ -227,9 +203,8 @@ class OverflowPools:
             problem = "an allocation on another thread did not reach the plugin"
         thread_local = ThreadLocalRoute(self._device)
         if not self._try_route(thread_local, routing.this_thread_is_routed):
-            raise MemoryEngineError(
-                f"{SETTINGS_KEY}: torch {torch.__version__} does not request memory from the plugin ({problem})"
-            )
+            version = torch.__version__
+            raise MemoryEngineError(f"{SETTINGS_KEY}: torch {version} requests no memory from the plugin ({problem})")
         self._sink.emit(WarningEvent(SETTINGS_KEY, f"only {thread_local.description} are routed: {problem}"))
         return thread_local
 
@@ -246,24 +221,15 @@ class OverflowPools:
 
     def _announce_route(self, route: AllocationRoute) -> AllocationRoute:
         account, limits = self.stats(), self._limits
-        spill_text = (
-            f"then managed memory ({self._settings.access_pattern}) up to {bytes_text(account.limit_bytes)} in total"
-        )
-        if (warning := settings_warning(self._settings, account.total_bytes)) is not None:
+        if (warning := admission.settings_warning(self._settings, account.total_bytes)) is not None:
             self._sink.emit(WarningEvent(SETTINGS_KEY, warning))
-        reserve = min(account.reserve_bytes, account.total_bytes)
-        gpu, host = bytes_text(reserve), bytes_text(limits.host_floor_bytes)
-        reserve_text = f"{gpu} of the GPU and {host} of the host stay free"
-        patterns: dict[str, JSON] = {
-            "all": self._current,
-            **{name: pattern for name, pattern in self._patterns.items()},
-        }
+        total, reserve = bytes_text(account.limit_bytes), min(account.reserve_bytes, account.total_bytes)
+        spill = f"then managed memory ({self._settings.access_pattern}) up to {total} in total"
+        free = f"{bytes_text(reserve)} of the GPU and {bytes_text(limits.host_floor_bytes)} of the host stay free"
+        patterns: dict[str, JSON] = {"all": self._current, **{name: used for name, used in self._patterns.items()}}
         value: dict[str, JSON] = {"oversubscription_ratio": limits.ratio, "patterns": patterns}
-        self._sink.emit(
-            DecisionEvent(
-                SETTINGS_KEY, value, f"device memory first, {spill_text}; {reserve_text}; routed: {route.description}"
-            )
-        )
+        reason = f"device memory first, {spill}; {free}; routed: {route.description}"
+        self._sink.emit(DecisionEvent(SETTINGS_KEY, value, reason))
         return route
 
     def _plugin_requests(self) -> int:
@@ -288,10 +254,10 @@ class OverflowPools:
             self._route.switch(side_pool, self._pools[self._current])
             self._has_retired_segments = self._has_retired_segments or bool(side_pool.snapshot(include_traces=False))
 
-    def _segments(self) -> tuple[reclaiming.PoolSegment, ...]:
+    def _segments(self) -> tuple[reclaim.PoolSegment, ...]:
         pools: list[Any] = list(self._pools.values())
         snapshots = [segment for pool in pools for segment in pool.snapshot(include_traces=False)]
-        return reclaiming.plugin_segments(snapshots, self._plugin.segment_kind)
+        return reclaim.plugin_segments(snapshots, self._plugin.segment_kind)
 
     def _allocations_served(self) -> int:
         """Number of allocations that torch has served, from its cache or not."""
@@ -301,14 +267,13 @@ class OverflowPools:
         return 2 * MIB if isinstance(self._driver, NotAvailable) else self._driver.page_bytes
 
     def _pool_state(
-        self, account: OverflowStats, segments: tuple[reclaiming.PoolSegment, ...], refused: bool
-    ) -> reclaiming.PoolState:
-        free_ranges = reclaiming.free_managed_ranges(segments, self._page_bytes())
+        self, account: OverflowStats, segments: Sequence[reclaim.PoolSegment], refused: bool
+    ) -> reclaim.PoolState:
+        free_ranges = reclaim.free_managed_ranges(segments, self._page_bytes())
         free, total = torch.cuda.mem_get_info(self._device)
-        self._peak_bytes = max(
-            self._peak_bytes, torch.cuda.max_memory_allocated(self._device)
-        )  # torch's own peak may be reset by others
-        return reclaiming.PoolState(
+        # torch's own peak may be reset by others
+        self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self._device))
+        return reclaim.PoolState(
             stage=account.stage,
             total_bytes=total,
             gpu_free_bytes=free,
@@ -324,14 +289,14 @@ class OverflowPools:
             steps_since_hard=None if self._last_hard_step is None else self._steps - self._last_hard_step,
         )
 
-    def _reclaim_light(self, state: reclaiming.PoolState) -> int:
-        reason = reclaiming.light_reclaim_reason(state)
+    def _reclaim_light(self, state: reclaim.PoolState) -> int:
+        reason = reclaim.light_reclaim_reason(state)
         if reason is None or isinstance(self._driver, NotAvailable) or self._steps < self._next_light_step:
             return 0
         # Between the snapshot and the discard another thread must not receive a free block: its content would be lost.
         # So the ranges are read again while the pools are frozen, and after all queued kernels have finished.
         with self._pools_frozen():
-            spans = reclaiming.free_managed_ranges(self._segments(), self._page_bytes())
+            spans = reclaim.free_managed_ranges(self._segments(), self._page_bytes())
             nbytes = sum(span.nbytes for span in spans)
             torch.cuda.synchronize(self._device)  # kernels queued before a block was freed may still use it
             self._last_light_step, self._allocations_at_light = self._steps, self._allocations_served()
@@ -342,9 +307,8 @@ class OverflowPools:
                     self._driver.prefetch(spans, HOST)
                 self._driver.synchronize(self._device)
             except DriverError as error:
-                self._next_light_step = (
-                    self._steps + reclaiming.LIGHT_EVERY_STEPS
-                )  # the driver would fail again at every step
+                # the driver would fail again at every step
+                self._next_light_step = self._steps + reclaim.LIGHT_EVERY_STEPS
                 self._sink.emit(WarningEvent(SETTINGS_KEY, f"{bytes_text(nbytes)} could not be reclaimed: {error}"))
                 return 0
         self._plugin.count_reclamations(light=1, device=self._device)

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from supertuner.core.types import bytes_text
 from supertuner.memory.driver import AddressRange, MemoryKind
+from supertuner.memory.hints.page_ranges import whole_pages_inside
 
 LIGHT_MIN_SHARE: Final = 0.01
 """Share of GPU memory below which free managed memory is left alone."""
@@ -83,13 +84,8 @@ def plugin_segments(
 
 def free_managed_ranges(segments: Sequence[PoolSegment], page_bytes: int) -> tuple[AddressRange, ...]:
     """Whole free pages of managed memory. A page that a live tensor reaches into is excluded."""
-    spans = []
-    for segment in segments:
-        for block in segment.free_blocks if segment.kind is MemoryKind.MANAGED else ():
-            begin, end = -(-block.address // page_bytes) * page_bytes, block.end // page_bytes * page_bytes
-            if end > begin:
-                spans.append(AddressRange(begin, end - begin))
-    return tuple(spans)
+    managed = (segment for segment in segments if segment.kind is MemoryKind.MANAGED)
+    return whole_pages_inside((block for segment in managed for block in segment.free_blocks), page_bytes)
 
 
 def light_reclaim_reason(state: PoolState) -> str | None:

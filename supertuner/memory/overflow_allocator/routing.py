@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -23,24 +23,8 @@ NEWEST_TORCH: Final = (2, 15)
 """The latest version with which the private call was tested."""
 
 
-class AllocationRoute(Protocol):
-    """Routes allocations to one pool at a time."""
-
-    description: str
-
-    def begin(self, pool: torch.cuda.MemPool) -> None: ...
-
-    def end(self, pool: torch.cuda.MemPool) -> None: ...
-
-    def switch(self, before: torch.cuda.MemPool, after: torch.cuda.MemPool) -> None:
-        """Change from one pool to another. Every allocation is routed to one of the two at any time."""
-
-    def close(self) -> None:
-        """Restore torch's previous state."""
-
-
 class ProcessWideRoute:
-    """Routes every thread and stream of the process, including autograd's threads."""
+    """Routes every thread and stream of the process, including autograd's threads, to one pool at a time."""
 
     description = "every thread's allocations"
 
@@ -55,11 +39,12 @@ class ProcessWideRoute:
         _torch_c_function("_cuda_releasePool")(self._device, pool.id)  # each begin adds a reference to the pool
 
     def switch(self, before: torch.cuda.MemPool, after: torch.cuda.MemPool) -> None:
+        """Change from one pool to another. Every allocation is routed to one of the two at any time."""
         self.begin(after)  # torch uses the pool that began first, so nothing changes until `end`
         self.end(before)
 
     def close(self) -> None:
-        pass
+        """Restore torch's previous state."""
 
 
 class ThreadLocalRoute:
@@ -90,6 +75,9 @@ class ThreadLocalRoute:
         self._multithreading.__exit__(None, None, None)
 
 
+AllocationRoute: TypeAlias = ProcessWideRoute | ThreadLocalRoute
+
+
 def parse_version(text: str) -> tuple[int, int]:
     """`2.13.0+cu130` → (2, 13)."""
     match = re.match(r"(\d+)\.(\d+)", text)
@@ -102,13 +90,12 @@ def process_wide_problem(version: str, begin_function: object) -> str | None:
     if begin_function is None:
         return f"torch {version} has no _cuda_beginAllocateToPool"
     if not OLDEST_TORCH <= parse_version(version) <= NEWEST_TORCH:
-        tested = f"{_version_text(OLDEST_TORCH)} to {_version_text(NEWEST_TORCH)}"
+        tested = f"{version_text(OLDEST_TORCH)} to {version_text(NEWEST_TORCH)}"
         return f"torch {version} is not among the tested versions ({tested})"
     # pybind11 writes the signature into the docstring; there is no other way to inspect it.
-    signature = re.match(
-        r"\w+\((?:\w+: )?(?:self, )?arg0: [^,]+, arg1: [Tt]uple\[.*\]\) -> None", begin_function.__doc__ or ""
-    )
-    if signature is None or "arg2" in (begin_function.__doc__ or ""):
+    signature = begin_function.__doc__ or ""
+    expected = r"\w+\((?:\w+: )?(?:self, )?arg0: [^,]+, arg1: [Tt]uple\[.*\]\) -> None"
+    if not re.match(expected, signature) or "arg2" in signature:
         return f"torch {version} changed the signature of _cuda_beginAllocateToPool"
     return None
 
@@ -145,5 +132,5 @@ def torch_begin_function() -> object | None:
     return getattr(torch._C, "_cuda_beginAllocateToPool", None) if can_undo else None
 
 
-def _version_text(version: tuple[int, int]) -> str:
+def version_text(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))

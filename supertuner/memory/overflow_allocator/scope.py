@@ -69,12 +69,9 @@ def overflow(
 
 
 def _require_sensible_limits(limit_gib: float | None, host_floor_gib: float | None, ratio: float) -> None:
-    problems = {
-        f"limit_gib is {limit_gib}; it must be above 0": limit_gib is not None and limit_gib <= 0,
-        f"host_floor_gib is {host_floor_gib}; it must not be negative": host_floor_gib is not None
-        and host_floor_gib < 0,
-        f"oversubscription_ratio is {ratio}; it must be between 1 and 100": not 1 <= ratio <= 100,
-    }
-    for problem, present in problems.items():
-        if present:
-            raise MemoryEngineError(f"memory.overflow: {problem}")
+    if limit_gib is not None and limit_gib <= 0:
+        raise MemoryEngineError(f"memory.overflow: limit_gib is {limit_gib}; it must be above 0")
+    if host_floor_gib is not None and host_floor_gib < 0:
+        raise MemoryEngineError(f"memory.overflow: host_floor_gib is {host_floor_gib}; it must not be negative")
+    if not 1 <= ratio <= 100:
+        raise MemoryEngineError(f"memory.overflow: oversubscription_ratio is {ratio}; it must be between 1 and 100")

@@ -52,13 +52,11 @@ def stats(device: int | str | torch.device = 0) -> dict[str, int | float | str]:
 
     torch_device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     number = with_device_index(torch_device).index
-    torch_stats: dict[str, int | float | str] = (
-        dict(torch.cuda.memory_stats(number)) if torch.cuda.is_available() else {}
-    )
+    figures: dict[str, int | float | str] = dict(torch.cuda.memory_stats(number)) if torch.cuda.is_available() else {}
     library = find_plugin()
     if isinstance(library, NotAvailable):
-        return torch_stats
-    return {**uvm_stats(OverflowPlugin(library).stats(number)), **torch_stats}
+        return figures
+    return {**uvm_stats(OverflowPlugin(library).stats(number)), **figures}
 
 
 def uvm_stats(overflow_stats: OverflowStats) -> dict[str, int | float | str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -30,17 +30,11 @@ FLUSH_FORCED: Final = 1
 class _CounterConfig(ctypes.Structure):
     """CUpti_ActivityUnifiedMemoryCounterConfig."""
 
-    _fields_ = (
-        ("scope", ctypes.c_uint32),
-        ("kind", ctypes.c_uint32),
-        ("device", ctypes.c_uint32),
-        ("enable", ctypes.c_uint32),
-    )
+    _fields_ = tuple((name, ctypes.c_uint32) for name in ("scope", "kind", "device", "enable"))
 
 
-BufferRequestedCallback = ctypes.CFUNCTYPE(
-    None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
-)
+_SIZE_POINTER = ctypes.POINTER(ctypes.c_size_t)
+BufferRequestedCallback = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_void_p), _SIZE_POINTER, _SIZE_POINTER)
 BufferCompletedCallback = ctypes.CFUNCTYPE(
     None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
 )
@@ -77,44 +71,30 @@ class CuptiCounters:
 
     def __init__(self, library: ctypes.CDLL, record_length: int) -> None:
         self._library: Any = library
-        self._record_dtype = np.dtype(
-            {
-                "names": ["kind", "counter", "value"],
-                "formats": [np.uint32, np.uint32, np.uint64],
-                "offsets": [0, 4, 8],
-                "itemsize": record_length,
-            }
-        )
+        fields = [("kind", "u4"), ("counter", "u4"), ("value", "u8"), ("rest", f"V{record_length - 16}")]
+        self._record_dtype = np.dtype(fields)
         self._lock = threading.Lock()
         self._buffers: dict[int, ctypes.Array[ctypes.c_uint64]] = {}
         self._totals = dict.fromkeys(COUNTERS.values(), 0)
         self._unread_bytes = 0
         self._open = False
-        self._callbacks = (
-            BufferRequestedCallback(self._on_buffer_requested),
-            BufferCompletedCallback(self._on_buffer_completed),
-        )
+        requested, completed = self._on_buffer_requested, self._on_buffer_completed
+        self._callbacks = (BufferRequestedCallback(requested), BufferCompletedCallback(completed))
 
     def start(self, device: int) -> str | None:
         """Register, configure and enable the counters; return CUPTI's text for the first error, or None."""
-        library = self._library
-        configs = (_CounterConfig * len(COUNTERS))(
-            *(_CounterConfig(SCOPE_ONE_DEVICE, kind, device, 1) for kind in COUNTERS)
-        )
-        steps: tuple[tuple[str, Callable[[], int]], ...] = (
-            ("cuptiActivityRegisterCallbacks", lambda: library.cuptiActivityRegisterCallbacks(*self._callbacks)),
-            (
-                "cuptiActivityConfigureUnifiedMemoryCounter",
-                lambda: library.cuptiActivityConfigureUnifiedMemoryCounter(configs, len(COUNTERS)),
-            ),
-            ("cuptiActivityEnable", lambda: library.cuptiActivityEnable(KIND_UNIFIED_MEMORY_COUNTER)),
+        configs = [_CounterConfig(SCOPE_ONE_DEVICE, kind, device, 1) for kind in COUNTERS]
+        steps: tuple[tuple[str, tuple[object, ...]], ...] = (
+            ("cuptiActivityRegisterCallbacks", self._callbacks),
+            ("cuptiActivityConfigureUnifiedMemoryCounter", ((_CounterConfig * len(configs))(*configs), len(configs))),
+            ("cuptiActivityEnable", (KIND_UNIFIED_MEMORY_COUNTER,)),
         )
         # CUPTI cannot unregister callbacks: from here on they must outlive this object, or a later call uses freed
         # memory.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._callbacks))
         self._open = True
-        for name, step in steps:
-            code = step()
+        for name, arguments in steps:
+            code = getattr(self._library, name)(*arguments)
             if code != 0:
                 self._open = False
                 return f"{name}: {self._error_text(code)}"
@@ -152,10 +132,9 @@ class CuptiCounters:
             memory = self._buffers.pop(buffer, None)
             if memory is None:  # a buffer of another client
                 return
-            records = np.frombuffer(
-                memoryview(memory).cast("B"), self._record_dtype, count=valid_bytes // self._record_dtype.itemsize
-            )
-            if valid_bytes % self._record_dtype.itemsize or (records["kind"] != KIND_UNIFIED_MEMORY_COUNTER).any():
+            count, rest = divmod(valid_bytes, self._record_dtype.itemsize)
+            records = np.frombuffer(memoryview(memory).cast("B"), self._record_dtype, count)
+            if rest or (records["kind"] != KIND_UNIFIED_MEMORY_COUNTER).any():
                 # Another client enabled other records, whose lengths differ, so nothing in this buffer can be
                 # interpreted.
                 self._unread_bytes += valid_bytes

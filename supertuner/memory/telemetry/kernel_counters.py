@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from supertuner.core.host import HostFacts
+from supertuner.core.host import HostFacts, min_known
 from supertuner.core.types import KIB
 from supertuner.memory.probe import NumaNodeFacts
 
@@ -69,7 +69,7 @@ class HostMemorySource:
 
     def __call__(self) -> dict[str, int]:
         meminfo, figures = self._meminfo.content(), {}
-        available = _min_known(_meminfo_field(meminfo, "MemAvailable:"), self._cgroup_left())
+        available = min_known(_meminfo_field(meminfo, "MemAvailable:"), self._cgroup_left())
         if available is not None:
             figures["host.available_bytes"] = available
         swap, free = _meminfo_field(meminfo, "SwapTotal:"), _meminfo_field(meminfo, "SwapFree:")
@@ -97,26 +97,8 @@ class HostMemorySource:
         return max(0, self._cgroup_limit - max(0, int(used) - cache))
 
 
-class PageFaultSource:
-    """Page faults of all threads of this process: minor ones found their page in memory, major ones waited for it."""
-
-    def __init__(self) -> None:
-        self._last = self._read_counts()
-
-    def __call__(self) -> dict[str, int]:
-        last, self._last = self._last, self._read_counts()
-        return {name: self._last[name] - last[name] for name in last}
-
-    def close(self) -> None:
-        pass
-
-    def _read_counts(self) -> dict[str, int]:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return {"process.minor_faults": usage.ru_minflt, "process.major_faults": usage.ru_majflt}
-
-
-class PageMigrationSource:
-    """Pages that the kernel migrated between nodes or swapped, on the whole machine."""
+class CounterSource:
+    """Monotonic counters: page faults of this process, and pages that the kernel migrated or swapped on the machine."""
 
     def __init__(self, host: HostFacts) -> None:
         self._vmstat = KernelFile(host.root / "proc/vmstat")
@@ -130,7 +112,11 @@ class PageMigrationSource:
         self._vmstat.close()
 
     def _read_counts(self) -> dict[str, int]:
-        return _vmstat_counts(self._vmstat.content())
+        usage, vmstat = resource.getrusage(resource.RUSAGE_SELF), self._vmstat.content()
+        # Of all threads; a minor fault found its page in memory, a major one waited for it.
+        faults = {"process.minor_faults": usage.ru_minflt, "process.major_faults": usage.ru_majflt}
+        counts = {name: _count(vmstat, field) for field, name in VMSTAT_NAMES.items()}
+        return faults | {name: count for name, count in counts.items() if count is not None}
 
 
 class NumaNodeSource:
@@ -166,11 +152,6 @@ def _meminfo_field(text: bytes, field: str) -> int | None:
     return int(words[1]) * KIB if len(words) > 1 else None
 
 
-def _vmstat_counts(vmstat: bytes) -> dict[str, int]:
-    counts = {name: _count(vmstat, field) for field, name in VMSTAT_NAMES.items()}
-    return {name: count for name, count in counts.items() if count is not None}
-
-
 def _count(text: bytes, field: str) -> int | None:
     """A counter of a file with lines of the form `name number`."""
     position = _line_start(text, field.encode() + b" ")
@@ -182,7 +163,3 @@ def _line_start(text: bytes, word: bytes) -> int:
         return 0
     at = text.find(b"\n" + word)
     return at if at < 0 else at + 1
-
-
-def _min_known(*values: int | None) -> int | None:
-    return min((value for value in values if value is not None), default=None)

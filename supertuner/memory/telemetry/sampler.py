@@ -9,20 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from supertuner.core.events import MEMORY_MEASUREMENT, MeasurementEvent, Sink
 from supertuner.core.host import HostFacts
+from supertuner.core.types import CloseOnExit
 from supertuner.memory.driver import Driver, DriverError, NotAvailable
 from supertuner.memory.nvml import NvmlLibrary
 from supertuner.memory.probe import MachineFacts
 from supertuner.memory.telemetry.cupti import CuptiCounters
-from supertuner.memory.telemetry.kernel_counters import (
-    HostMemorySource,
-    NumaNodeSource,
-    PageFaultSource,
-    PageMigrationSource,
-)
+from supertuner.memory.telemetry.kernel_counters import CounterSource, HostMemorySource, NumaNodeSource
 
 if TYPE_CHECKING:
     import torch
@@ -49,15 +46,7 @@ class GpuTelemetry:
     """Where torch's allocator is sampled; None, or a device that is not CUDA: nowhere."""
 
 
-class TelemetrySource(Protocol):
-    """Returns figures when called; `close` releases what it holds."""
-
-    def __call__(self) -> Mapping[str, FigureValue]: ...
-
-    def close(self) -> None: ...
-
-
-class MemorySampler:
+class MemorySampler(CloseOnExit):
     """Memory telemetry of one process and its GPU. Not valid after a fork: a child process creates its own.
 
     `overflow` returns the allocator's statistics, of which the keys that begin with `uvm.` are used. `hints` returns
@@ -75,31 +64,25 @@ class MemorySampler:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         driver, nvml, cupti, torch_device = gpu.driver, gpu.nvml, gpu.cupti, gpu.torch_device
-        sources: list[TelemetrySource] = [
-            HostMemorySource(host),
-            PageFaultSource(),
-            PageMigrationSource(host),
-            NumaNodeSource(host, facts.nodes),
-        ]
+        self._kernel_sources = (HostMemorySource(host), CounterSource(host), NumaNodeSource(host, facts.nodes))
+        sources: list[Callable[[], Mapping[str, FigureValue]]] = [*self._kernel_sources]
         if not isinstance(driver, NotAvailable):
-            sources.append(_CallableSource(lambda: _driver_figures(driver, gpu.device)))
+            sources.append(partial(_driver_figures, driver, gpu.device))
         if torch_device is not None and torch_device.type == "cuda":
-            sources.append(_CallableSource(lambda: _torch_figures(torch_device)))
+            sources.append(partial(_torch_figures, torch_device))
         if overflow is not None:
-            sources.append(_CallableSource(lambda: _overflow_figures(overflow())))
+            sources.append(lambda: _overflow_figures(overflow()))
         if hints is not None:
-            sources.append(_CallableSource(lambda: _with_prefix("hints", hints())))
-        index = _nvml_index(facts, gpu.device)
-        if not isinstance(nvml, NotAvailable) and index is not None:
-            sources.append(_CallableSource(lambda: _with_prefix("nvml", nvml.sample(index))))
+            sources.append(lambda: _with_prefix("hints", hints()))
+        nvml_gpu = next((known.nvml for known in facts.gpus if known.device.number == gpu.device), None)
+        if not isinstance(nvml, NotAvailable) and nvml_gpu is not None:
+            sources.append(lambda: _with_prefix("nvml", nvml.sample(nvml_gpu.index)))
         if not isinstance(cupti, NotAvailable):
-            sources.append(_CallableSource(lambda: _with_prefix("cupti", cupti.sample())))
+            sources.append(lambda: _with_prefix("cupti", cupti.sample()))
         self._sources = sources
         self._clock = clock
         self._next_emit_s: float | None = None
-        self._constant_figures: TelemetryFigures = {
-            f"uvm_driver.{name}": value for name, value in facts.uvm_parameters.items()
-        }
+        self._constant_figures: TelemetryFigures = {f"uvm_driver.{k}": v for k, v in facts.uvm_parameters.items()}
         """Parameters of the kernel module do not change, so only the first event carries them."""
 
     def sample(self) -> TelemetryFigures:
@@ -126,27 +109,8 @@ class MemorySampler:
         return True
 
     def close(self) -> None:
-        for source in self._sources:
+        for source in self._kernel_sources:
             source.close()
-
-    def __enter__(self) -> MemorySampler:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-class _CallableSource:
-    """A source that holds no resources."""
-
-    def __init__(self, read: Callable[[], Mapping[str, FigureValue]]) -> None:
-        self._read = read
-
-    def __call__(self) -> Mapping[str, FigureValue]:
-        return self._read()
-
-    def close(self) -> None:
-        pass
 
 
 def _driver_figures(driver: Driver, device: int) -> TelemetryFigures:
@@ -180,8 +144,3 @@ def _overflow_figures(stats: Mapping[str, Any]) -> TelemetryFigures:
 
 def _with_prefix(prefix: str, figures: Mapping[str, float]) -> TelemetryFigures:
     return {f"{prefix}.{name}": value for name, value in figures.items()}
-
-
-def _nvml_index(facts: MachineFacts, device: int) -> int | None:
-    known = (gpu.nvml.index for gpu in facts.gpus if gpu.device.number == device and gpu.nvml is not None)
-    return next(known, None)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import torch
 
 from supertuner.core.types import GIB, MIB
-from supertuner.memory.driver import AddressRange, Driver, DriverError, GpuLocation, MemoryKind
+from supertuner.memory.driver import AddressRange, Driver, DriverError, GpuLocation, MemoryKind, find_device
 from supertuner.memory.hints.outcomes import HintOutcome, HintStatus
 from supertuner.memory.hints.page_ranges import whole_pages_inside
 from supertuner.memory.hints.request import HintIssuer, HintRequest, HintVerb
@@ -118,9 +117,9 @@ class UnifiedBuffers:
         before a batch ends.
         """
         gpu = device.index or 0
-        properties = next(candidate for candidate in driver.devices() if candidate.number == gpu)
-        headroom = properties.total_bytes // 20 if headroom_bytes is None else headroom_bytes
-        self._issuer = HintIssuer(driver, properties, headroom, free_bytes or partial(driver.free_bytes, gpu))
+        properties = find_device(driver, gpu)
+        assert properties is not None, f"the driver has no GPU {gpu}"
+        self._issuer = HintIssuer(driver, properties, headroom_bytes, free_bytes)
         self._prefetch_request = HintRequest(HintVerb.PREFETCH, GpuLocation(gpu))
         self._blocks = ManagedBlockPool(driver, gpu, device, limit_bytes)
         self._leases: list[_BlockLease] = []
@@ -179,8 +178,7 @@ class UnifiedBuffers:
         pages = whole_pages_inside((AddressRange(used_range.address, -(-used_range.nbytes // page) * page),), page)
         if not pages:
             return HintOutcome(HintStatus.NO_EFFECT, "the batch is empty", used_range)
-        outcome = self._issuer.issue(pages, self._prefetch_request, wait=False)
-        return HintOutcome(outcome.status, outcome.reason, used_range, outcome.applied_to)
+        return replace(self._issuer.issue(pages, self._prefetch_request, wait=False), requested=used_range)
 
     def _reclaim_blocks(self) -> None:
         for lease in tuple(self._leases):

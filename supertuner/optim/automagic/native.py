@@ -51,8 +51,8 @@ class NativeStepConstants:
 
 def find_native_library() -> Path | None:
     """The path of the extension, or None if it was not built when the package was installed."""
-    here = Path(__file__)
-    return next((path for end in EXTENSION_SUFFIXES if (path := here.with_name(f"_automagic{end}")).is_file()), None)
+    candidates = (Path(__file__).with_name(f"_automagic{suffix}") for suffix in EXTENSION_SUFFIXES)
+    return next((path for path in candidates if path.is_file()), None)
 
 
 class NativeAutomagic:

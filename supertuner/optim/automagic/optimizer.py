@@ -18,22 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import nn
 
+from supertuner.optim.automagic import packed_rates
 from supertuner.optim.automagic.native import NativeAutomagic, NativeStepConstants, find_native_library
-from supertuner.optim.automagic.packed_rates import (
-    MAX_CODE,
-    Fp32Rates,
-    LearningRateLimits,
-    LearningRateSpread,
-    NoiseSource,
-    PackedRates,
-    RateStepInputs,
-    sign_agreement,
-)
+from supertuner.optim.automagic.packed_rates import LearningRateLimits, LearningRateSpread, PackedRates
 from supertuner.optim.automagic.parameter_batches import ParameterBatch, build_batches, matrix_shape
 from supertuner.optim.automagic.stochastic_bits import StochasticBits, stochastic_round_to_bf16
 from supertuner.optim.automagic.workspace import DeviceWorkspace, ScratchViews, padded_count
@@ -53,11 +44,10 @@ class Automagic(torch.optim.Optimizer):
         *,
         weight_decay: float = 0.0,
         seed: int = 0,
-        rate_storage: Literal["packed", "fp32"] = "packed",
         native: bool = True,
     ) -> None:
         assert all(p.dtype in (torch.float32, torch.bfloat16) for p in parameters.values()), "fp32 or bf16 weights"
-        self._rates = PackedRates(limits) if rate_storage == "packed" else Fp32Rates(limits)
+        self._rates = PackedRates(limits)
         # Checkpoints save the group's entries that differ from the defaults: number of steps, and unit of the rates.
         defaults = {"lr": limits.start, "weight_decay": weight_decay, "updates": 0, "lowest": 0.0, "unit": 0.0}
         super().__init__(list(parameters.values()), defaults)
@@ -82,23 +72,23 @@ class Automagic(torch.optim.Optimizer):
         for batch in self._step_native(factor, decay, fresh):
             scratch = batch.scratch()
             gradient = batch.gradient(scratch)
-            updates = self._updates(batch, gradient, scratch, factor)
+            updates = _scaled_updates(batch, gradient, scratch.updates, factor)
             moves = _rate_moves(batch, gradient, scratch, fresh)
             draw = partial(random_bits.draw, batch.keys, padded_count(batch.count))
-            rates = self._rates.advance(batch.state, moves, RateStepInputs(step, partial(draw, MOVE_RATES), scratch))
+            rates = self._rates.advance(batch.state, moves, step, partial(draw, MOVE_RATES), scratch)
             _apply_updates(batch, updates, rates, factor * decay, partial(draw, ROUND_WEIGHTS))
         group["updates"] = step + 1
         self._release_workspaces()
 
     @torch.no_grad()
     def learning_rate_spread(self) -> LearningRateSpread | None:
-        """The distribution of the rates of all weights that have a state; None without any or with fp32 storage."""
-        if not isinstance(self._rates, PackedRates) or not self.state:
+        """The distribution of the rates of all weights that have a state; None without any."""
+        if not self.state:
             return None
         (group,) = self.param_groups
         self._convert_loaded_rates()
         device = next(iter(self.state)).device
-        total = torch.zeros(MAX_CODE + 1, dtype=torch.float64, device=device)
+        total = torch.zeros(packed_rates.MAX_CODE + 1, dtype=torch.float64, device=device)
         for state, count, scratch in self._state_rows():
             total += self._rates.histogram(state, count, scratch).to(device)
         self._release_workspaces()
@@ -119,7 +109,7 @@ class Automagic(torch.optim.Optimizer):
     def _step_native(self, factor: float, decay: float, fresh: set[int]) -> list[ParameterBatch]:
         """Update the batches that the C library supports, and return the others."""
         native, rates = self._native, self._rates
-        if native is None or not isinstance(rates, PackedRates) or rates.move_probability < 1.0:
+        if native is None or rates.move_probability < 1.0:
             return self._batches
         lowest = rates.lowest / rates.unit
         constants = NativeStepConstants(1 - BETA2, EPSILON, CLIP, factor, factor * decay, lowest, rates.max_code)
@@ -133,9 +123,8 @@ class Automagic(torch.optim.Optimizer):
         """
         self._convert_loaded_rates()
         with_gradient = {name: p for name, p in self._parameters.items() if p.grad is not None}
-        states_current = all(
-            self.state.get(p) is view for b in self._batches for p, view in zip(b.parameters, b.views, strict=True)
-        )
+        batched = (pair for batch in self._batches for pair in zip(batch.parameters, batch.views, strict=True))
+        states_current = all(self.state.get(p) is view for p, view in batched)
         if states_current and self._batched_ids == list(map(id, with_gradient.values())):
             return set()
         fresh = {id(p) for p in with_gradient.values() if p not in self.state}
@@ -149,7 +138,7 @@ class Automagic(torch.optim.Optimizer):
         """Convert loaded rates whose unit differs, because limits or bump have changed since they were saved."""
         (group,) = self.param_groups
         lowest, unit = group["lowest"], group["unit"]
-        if isinstance(self._rates, PackedRates) and (lowest, unit) != (self._rates.lowest, self._rates.unit):
+        if (lowest, unit) != (self._rates.lowest, self._rates.unit):
             for p, state in self.state.items():
                 rows = {key: entry.unsqueeze(0) for key, entry in state.items()}
                 self._rates.convert(rows, self.scratch_for(p), lowest, unit)
@@ -169,18 +158,17 @@ class Automagic(torch.optim.Optimizer):
             self._workspaces[device] = DeviceWorkspace(device)
         return self._workspaces[device]
 
-    def _updates(
-        self, batch: ParameterBatch, gradient: torch.Tensor, scratch: ScratchViews, factor: float
-    ) -> torch.Tensor:
-        """The clipped updates u times `factor`, one matrix per tensor."""
-        row, column, work = batch.state["row"], batch.state["column"], scratch.updates
-        torch.mul(gradient, gradient, out=work)
-        row.lerp_(work.mean(-1).add_(EPSILON), 1 - BETA2)
-        column.lerp_(work.mean(-2).add_(EPSILON), 1 - BETA2)
-        torch.mul(gradient, (row / row.mean(-1, keepdim=True)).rsqrt_().unsqueeze(-1), out=work)
-        work.mul_(column.rsqrt().unsqueeze(-2))
-        rms = torch.linalg.vector_norm(work, dim=(-2, -1), keepdim=True).div_(CLIP * batch.count**0.5)
-        return work.mul_(rms.clamp_(min=1.0).reciprocal_().mul_(factor))
+
+def _scaled_updates(batch: ParameterBatch, gradient: torch.Tensor, work: torch.Tensor, factor: float) -> torch.Tensor:
+    """The clipped updates u times `factor`, one matrix per tensor, in `work`."""
+    row, column = batch.state["row"], batch.state["column"]
+    torch.mul(gradient, gradient, out=work)
+    row.lerp_(work.mean(-1).add_(EPSILON), 1 - BETA2)
+    column.lerp_(work.mean(-2).add_(EPSILON), 1 - BETA2)
+    torch.mul(gradient, (row / row.mean(-1, keepdim=True)).rsqrt_().unsqueeze(-1), out=work)
+    work.mul_(column.rsqrt().unsqueeze(-2))
+    rms = torch.linalg.vector_norm(work, dim=(-2, -1), keepdim=True).div_(CLIP * batch.count**0.5)
+    return work.mul_(rms.clamp_(min=1.0).reciprocal_().mul_(factor))
 
 
 def _rate_moves(batch: ParameterBatch, gradient: torch.Tensor, scratch: ScratchViews, fresh: set[int]) -> torch.Tensor:
@@ -188,7 +176,7 @@ def _rate_moves(batch: ParameterBatch, gradient: torch.Tensor, scratch: ScratchV
     scratch.signs_in.copy_(torch.sign(gradient, out=scratch.exact_signs))
     if scratch.padding.numel():
         scratch.padding.zero_()
-    moves = sign_agreement(batch.state["signs"], scratch)
+    moves = packed_rates.sign_agreement(batch.state["signs"], scratch)
     for row, p in enumerate(batch.parameters if fresh else ()):
         if id(p) in fresh:
             moves[row].zero_()
@@ -196,7 +184,7 @@ def _rate_moves(batch: ParameterBatch, gradient: torch.Tensor, scratch: ScratchV
 
 
 def _apply_updates(
-    batch: ParameterBatch, updates: torch.Tensor, rates: torch.Tensor, decay: float, noise: NoiseSource
+    batch: ParameterBatch, updates: torch.Tensor, rates: torch.Tensor, decay: float, noise: packed_rates.NoiseSource
 ) -> None:
     """w ← w - rates · (updates + decay · w). Rates are in units; `updates` and `decay` contain the unit as a factor."""
     parameters: list[torch.Tensor] = list(batch.parameters)

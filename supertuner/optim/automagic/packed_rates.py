@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -67,56 +67,6 @@ class LearningRateSpread:
         return {"mean": self.mean, "lowest": self.lowest, **quantiles, "highest": self.highest}
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class RateStepInputs:
-    """The inputs of one step that are the same for all rates of a tensor."""
-
-    step: int
-    noise: NoiseSource
-    scratch: ScratchViews
-
-
-class RateStorage(Protocol):
-    """How rates are stored: packed, or in plain fp32 as a reference for tests."""
-
-    lowest: float
-    unit: float
-
-    def entries(self, count: int) -> dict[str, tuple[int, torch.dtype]]:
-        """The state of `count` elements (a multiple of 8): name → length and type."""
-
-    def initialize(self, stored: StoredRates) -> None:
-        """Set all rates to the initial rate."""
-
-    def advance(self, stored: StoredRates, moves: torch.Tensor, inputs: RateStepInputs) -> torch.Tensor:
-        """Move each rate by `moves` bumps (int8: 1, 0 or -1) and return the new rates in units."""
-
-    def read(self, stored: StoredRates, scratch: ScratchViews) -> torch.Tensor:
-        """The current rates in fp32."""
-
-
-class Fp32Rates:
-    """Rates in fp32, four bytes per element."""
-
-    lowest, unit = 0.0, 1.0
-
-    def __init__(self, limits: LearningRateLimits) -> None:
-        self._limits = limits
-
-    def entries(self, count: int) -> dict[str, tuple[int, torch.dtype]]:
-        return {"rates": (count, torch.float32)}
-
-    def initialize(self, stored: StoredRates) -> None:
-        stored["rates"].fill_(self._limits.start)
-
-    def advance(self, stored: StoredRates, moves: torch.Tensor, inputs: RateStepInputs) -> torch.Tensor:
-        rates = stored["rates"].add_(moves.float(), alpha=self._limits.bump)
-        return rates.clamp_(self._limits.lowest, self._limits.highest)
-
-    def read(self, stored: StoredRates, scratch: ScratchViews) -> torch.Tensor:
-        return stored["rates"].clone()
-
-
 class PackedRates:
     """Rates as codes of 10 bits per element."""
 
@@ -131,9 +81,11 @@ class PackedRates:
         """The probability with which a code moves in a step."""
 
     def entries(self, count: int) -> dict[str, tuple[int, torch.dtype]]:
+        """The state of `count` elements (a multiple of 8): name → length and type."""
         return {"low": (count, torch.uint8), "high": (count // 4, torch.uint8)}
 
     def initialize(self, stored: StoredRates) -> None:
+        """Set all rates to the initial rate."""
         start_code = self.encode(self._start)
         stored["low"].fill_(start_code % 256)
         stored["high"].fill_(start_code // 256 * 0b01010101)  # the same two bits four times
@@ -141,15 +93,19 @@ class PackedRates:
     def encode(self, rate: float) -> int:
         return max(0, min(self.max_code, round((rate - self.lowest) / self.unit)))
 
-    def advance(self, stored: StoredRates, moves: torch.Tensor, inputs: RateStepInputs) -> torch.Tensor:
-        codes = unpack_codes(stored, inputs.scratch)
+    def advance(
+        self, stored: StoredRates, moves: torch.Tensor, step: int, noise: NoiseSource, scratch: ScratchViews
+    ) -> torch.Tensor:
+        """Move each rate by `moves` bumps (int8: 1, 0 or -1) and return the new rates in units."""
+        codes = unpack_codes(stored, scratch)
         if self.move_probability < 1.0:
-            moves = moves * (inputs.noise() < self._noise_threshold(inputs.step))
-        codes.add_(inputs.scratch.high_bits.copy_(moves)).clamp_(0, self.max_code)
-        pack_codes(codes, stored, inputs.scratch)
-        return inputs.scratch.rates.copy_(codes).add_(self.lowest / self.unit)
+            moves = moves * (noise() < self._noise_threshold(step))
+        codes.add_(scratch.high_bits.copy_(moves)).clamp_(0, self.max_code)
+        pack_codes(codes, stored, scratch)
+        return scratch.rates.copy_(codes).add_(self.lowest / self.unit)
 
     def read(self, stored: StoredRates, scratch: ScratchViews) -> torch.Tensor:
+        """The current rates in fp32."""
         return unpack_codes(stored, scratch).to(torch.float32).mul_(self.unit).add_(self.lowest)
 
     def convert(self, stored: StoredRates, scratch: ScratchViews, lowest: float, unit: float) -> None:

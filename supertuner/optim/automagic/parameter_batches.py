@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from supertuner.optim.automagic.packed_rates import RateStorage
+from supertuner.optim.automagic.packed_rates import PackedRates
 from supertuner.optim.automagic.stochastic_bits import name_keys
 from supertuner.optim.automagic.workspace import DeviceWorkspace, ScratchViews, padded_count
 
@@ -31,7 +31,7 @@ def matrix_shape(shape: Sequence[int]) -> Shape:
     return shape[0], math.prod(shape[1:])
 
 
-def state_shapes(shape: Sequence[int], rates: RateStorage) -> dict[str, tuple[int, torch.dtype]]:
+def state_shapes(shape: Sequence[int], rates: PackedRates) -> dict[str, tuple[int, torch.dtype]]:
     """The state of a parameter: name of each vector → length and type."""
     rows, columns = matrix_shape(shape)
     count = padded_count(rows * columns)
@@ -80,7 +80,7 @@ class ParameterBatch:
 def build_batches(
     parameters: Mapping[str, nn.Parameter],
     states: Mapping[torch.Tensor, State],
-    rates: RateStorage,
+    rates: PackedRates,
     workspace_for: Callable[[torch.device], DeviceWorkspace],
 ) -> list[ParameterBatch]:
     """Batches of the parameters, with their existing states, or initial ones."""
@@ -95,29 +95,19 @@ def build_batches(
             members = {name: parameters[name] for name in names[first : first + per_batch]}
             state = _stack_states(members, states, rates, state_shapes(shape, rates))
             views = tuple({key: tensor[row] for key, tensor in state.items()} for row in range(len(members)))
-            result.append(
-                ParameterBatch(
-                    tuple(members.values()),
-                    shape,
-                    state,
-                    views,
-                    name_keys(list(members), device),
-                    workspace_for(device),
-                )
-            )
+            keys, batch = name_keys(list(members), device), tuple(members.values())
+            result.append(ParameterBatch(batch, shape, state, views, keys, workspace_for(device)))
     return result
 
 
 def _stack_states(
     parameters: Mapping[str, nn.Parameter],
     states: Mapping[torch.Tensor, State],
-    rates: RateStorage,
+    rates: PackedRates,
     shapes: Mapping[str, tuple[int, torch.dtype]],
 ) -> dict[str, torch.Tensor]:
-    device = next(iter(parameters.values())).device
-    stacked = {
-        key: torch.zeros(len(parameters), length, dtype=dtype, device=device) for key, (length, dtype) in shapes.items()
-    }
+    count, device = len(parameters), next(iter(parameters.values())).device
+    stacked = {key: torch.zeros(count, n, dtype=dtype, device=device) for key, (n, dtype) in shapes.items()}
     rates.initialize(stacked)
     for row, p in enumerate(parameters.values()):
         for key, saved in states.get(p, {}).items():

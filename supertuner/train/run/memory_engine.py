@@ -20,18 +20,9 @@ from supertuner.core.events import DecisionEvent, Sink, WarningEvent
 from supertuner.core.types import bytes_text
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.driver import Driver, NotAvailable
-from supertuner.memory.hints.api import (
-    HintDecision,
-    HintStatus,
-    HintSupport,
-    HintTally,
-    ResidencyHints,
-    decide_hints,
-    drop_hints,
-    hint_support,
-    use_hints,
-    uvm_hint_override,
-)
+from supertuner.memory.hints.api import ResidencyHints, drop_hints, use_hints, uvm_hint_override
+from supertuner.memory.hints.enabled import HintDecision, HintSupport, decide_hints, hint_support
+from supertuner.memory.hints.outcomes import HintStatus, HintTally
 from supertuner.memory.nvml import open_nvml
 from supertuner.memory.overflow_allocator.plugin import OverflowStats
 from supertuner.memory.overflow_allocator.pools import OverflowPools, open_overflow_pools

@@ -24,7 +24,7 @@ from supertuner.memory.driver import (
     MemoryAdvice,
     MemoryKind,
 )
-from supertuner.memory.emulator.configuration import EmulatedMachine, EmulatorParameters, FaultPlan, InjectedFault
+from supertuner.memory.emulator.configuration import EmulatedMachine, EmulatorParameters, InjectedFault
 from supertuner.memory.emulator.superchip import EmulatedSuperchip
 from supertuner.memory.machines import MACHINES
 from tests.memory.bench import BLOCK, GPU, INVALID_DEVICE, INVALID_VALUE, OUT_OF_MEMORY, refuses
@@ -236,18 +236,6 @@ def test_evicting_a_duplicate_transfers_nothing() -> None:
     assert model.traffic.to_host_bytes == 0
 
 
-@pytest.mark.parametrize(("preferred", "where"), [(HOST, HOST), (GPU, GPU)])
-def test_duplicates_become_one_without_read_mostly(preferred: object, where: object) -> None:
-    model = EmulatedSuperchip(SMALL)
-    span = managed(model, BLOCK)
-    model.touch(span, HOST, write=True)
-    model.advise(span, MemoryAdvice.READ_MOSTLY, HOST)
-    model.touch(span, GPU)
-    model.advise(span, MemoryAdvice.PREFERRED_LOCATION, preferred)  # type: ignore[arg-type]
-    model.unadvise(span, MemoryAdvice.READ_MOSTLY, HOST)
-    assert model.resident_pages(span) == {where: 32}
-
-
 # ── host memory ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -387,9 +375,7 @@ def test_counts_stay_exact_when_threads_evict_each_others_memory() -> None:
 
 
 def test_injected_faults_begin_at_the_planned_call_and_repeat_as_planned() -> None:
-    model = EmulatedSuperchip(
-        SMALL, faults=FaultPlan((InjectedFault("free_bytes", "CUDA_ERROR_UNKNOWN", first=2, times=2),))
-    )
+    model = EmulatedSuperchip(SMALL, faults=(InjectedFault("free_bytes", "CUDA_ERROR_UNKNOWN", first=2, times=2),))
     answers = []
     for _ in range(5):
         try:

@@ -4,6 +4,7 @@ hold.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,8 +22,8 @@ from supertuner.memory.driver import (
 )
 from supertuner.memory.emulator.configuration import InjectedFault
 from supertuner.memory.emulator.superchip import EmulatedSuperchip
-from supertuner.memory.hints.api import HintOutcome, HintStatus, HintTally, ResidencyHints
-from supertuner.memory.hints.outcomes import BatchHintSummary, combine_outcomes
+from supertuner.memory.hints.api import HintOutcome, HintStatus, ResidencyHints
+from supertuner.memory.hints.outcomes import HintTally, combine_outcomes
 from supertuner.memory.hints.request import HintIssuer, HintRequest, HintVerb, page_addresses, same_location
 from tests.memory.tensors import CARD, GB10, PAGE, DriverMemory, host_tensor, superchip
 
@@ -58,9 +59,7 @@ def test_a_hint_for_device_memory_has_no_effect_or_is_unsupported(hint: str, sta
 def test_device_memory_cannot_move_to_another_gpu() -> None:
     driver = superchip()
     issuer = HintIssuer(driver, driver.devices()[0], 0, lambda: None)
-    predicted = issuer.predict_outcome(
-        MemoryKind.DEVICE, HintRequest(HintVerb.PREFETCH, GpuLocation(1)), tensor_device=0
-    )
+    predicted = issuer.predict_outcome(MemoryKind.DEVICE, HintRequest(HintVerb.PREFETCH, GpuLocation(1)), gpu=0)
     assert predicted is not None
     assert predicted.reason.endswith("it cannot move to another GPU")
 
@@ -378,8 +377,8 @@ def test_whole_pages_of_a_mapped_range_prefer_host_memory() -> None:
 def test_a_tally_lists_the_most_frequent_outcome_first_and_sums_by_status() -> None:
     tally = HintTally()
     tally.add(HintOutcome(HintStatus.APPLIED, "read back as requested"))
-    tally.add(BatchHintSummary.from_counts({(HintStatus.NO_EFFECT, "an empty tensor"): 1200}))
-    tally.add(BatchHintSummary.from_counts({(HintStatus.NO_EFFECT, "small"): 3}).counts)
+    tally.add(Counter({(HintStatus.NO_EFFECT, "an empty tensor"): 1200}))
+    tally.add(Counter({(HintStatus.NO_EFFECT, "small"): 3}))
     assert tally.lines() == [
         "no-effect: an empty tensor (1,200)",
         "no-effect: small (3)",

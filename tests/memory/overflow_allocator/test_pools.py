@@ -16,8 +16,8 @@ from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, MIB
 from supertuner.memory.driver import AddressRange, DeviceProperties, MemoryKind, NotAvailable
+from supertuner.memory.overflow_allocator import admission, pools
 from supertuner.memory.overflow_allocator import plugin as overflow
-from supertuner.memory.overflow_allocator import pools
 from supertuner.memory.overflow_allocator.admission import (
     HostCapacity,
     TorchAllocatorFacts,
@@ -115,7 +115,7 @@ def test_opening_pools_without_a_gpu_raises_the_reason(gh200):
 
 def test_a_missing_plugin_raises_an_error_with_the_remedy(gh200, monkeypatch, tmp_path):
     monkeypatch.setattr(overflow, "__file__", str(tmp_path / "overflow.py"))
-    monkeypatch.setattr(pools, "torch_allocator_facts", lambda device: STOCK)
+    monkeypatch.setattr(admission, "torch_allocator_facts", lambda device: STOCK)
     with pytest.raises(MemoryEngineError, match=r"was not built: install a C compiler \(gcc\)"):
         pools.open_overflow_pools(ON, facts_of(gh200, GH200), gh200, NullSink(), driver=NotAvailable("none"))
 

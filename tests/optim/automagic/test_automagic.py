@@ -17,6 +17,7 @@ from tests.optim.automagic.reference_automagic import ReferenceAutomagic
 from tests.optim.optimizer_builders import build_named_optimizer, build_weights, same_bits
 
 LIMITS = LearningRateLimits(start=1e-6, bump=1e-6, lowest=1e-7, highest=1e-3)
+EXACT = LearningRateLimits(start=2e-3, bump=1e-3, lowest=1e-3, highest=5e-3)
 FAST = LearningRateLimits(start=1e-3, bump=1e-3, lowest=1e-4, highest=5e-3)
 
 
@@ -33,15 +34,17 @@ def set_gradients(parameters: dict[str, nn.Parameter], gradients: dict[str, torc
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "C"])
 @pytest.mark.parametrize("stacked", [False, True], ids=["one by one", "stacked"])
-def test_with_fp32_rates_every_step_equals_the_reference_implementation(
-    decay: float, stacked: bool, monkeypatch: pytest.MonkeyPatch
+def test_every_step_equals_the_reference_implementation(
+    decay: float, native: bool, stacked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """If start and limits are whole numbers of bumps apart, packing the rates loses nothing."""
     monkeypatch.setattr(parameter_batches, "CPU_ELEMENTS", 1 << 20 if stacked else 1)
     parameters = {f"{copy}.{name}": p for copy in range(3) for name, p in build_weights(copy).items()}
     reference = {name: p.detach().clone().contiguous() for name, p in parameters.items()}
-    optimizer = Automagic(parameters, FAST, weight_decay=decay, rate_storage="fp32")
-    plain = ReferenceAutomagic(FAST.bump, FAST.lowest, FAST.highest, FAST.start, decay)
+    optimizer = Automagic(parameters, EXACT, weight_decay=decay, native=native)
+    plain = ReferenceAutomagic(EXACT.bump, EXACT.lowest, EXACT.highest, EXACT.start, decay)
     for step in range(30):
         gradients = {
             f"{copy}.{name}": gradient
@@ -52,7 +55,7 @@ def test_with_fp32_rates_every_step_equals_the_reference_implementation(
             del gradients["1.blocks.0.bias"]  # sometimes a parameter has no gradient, and the batches change
         set_gradients(parameters, gradients)
         factor = 1.0 - step / 100
-        optimizer.param_groups[0]["lr"] = FAST.start * factor
+        optimizer.param_groups[0]["lr"] = EXACT.start * factor
         before = {name: p.detach().clone() for name, p in parameters.items()}
         reference = {name: p.clone(memory_format=torch.contiguous_format) for name, p in before.items()}
         optimizer.step()
@@ -61,23 +64,9 @@ def test_with_fp32_rates_every_step_equals_the_reference_implementation(
             assert torch.allclose(p, reference[name], atol=1e-6, rtol=0), (name, step)
 
 
-def test_packed_rates_give_the_same_weights_as_fp32_rates() -> None:
-    """If start and limits are whole numbers of bumps apart, packing loses nothing."""
-    limits = LearningRateLimits(start=2e-3, bump=1e-3, lowest=1e-3, highest=0.5)
-    packed, plain = build_weights(), build_weights()
-    a, b = Automagic(packed, limits), Automagic(plain, limits, rate_storage="fp32")
-    for step in range(40):
-        set_gradients(packed, random_gradients(packed, step))
-        set_gradients(plain, random_gradients(plain, step))
-        a.step()
-        b.step()
-    for name, p in packed.items():
-        assert torch.allclose(p, plain[name], atol=1e-5, rtol=0), name
-
-
 def test_the_first_update_uses_the_initial_rate_and_moves_no_rate() -> None:
     weight = nn.Parameter(torch.zeros(8, 16))
-    optimizer = Automagic({"w": weight}, LearningRateLimits(1e-3, 1e-4, 1e-5, 1e-2), rate_storage="fp32")
+    optimizer = Automagic({"w": weight}, LearningRateLimits(1e-3, 1e-4, 1e-4, 1e-2))
     weight.grad = torch.ones(8, 16)
     optimizer.step()
     assert torch.allclose(weight, torch.full((8, 16), -1e-3))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from supertuner.core.events import NullSink
 from supertuner.core.types import GIB, MIB
 from supertuner.memory.driver import AddressRange, MemoryKind
-from supertuner.memory.emulator.configuration import EmulatedMachine, FaultPlan, InjectedFault
+from supertuner.memory.emulator.configuration import EmulatedMachine, InjectedFault
 from supertuner.memory.emulator.superchip import EmulatedSuperchip
 from supertuner.memory.machines import MACHINES
 from supertuner.tools.doctor.allocation import (
@@ -252,7 +252,7 @@ def test_a_copy_to_the_gpu_that_does_not_arrive_is_found() -> None:
 @pytest.mark.parametrize("verb", ["allocate", "fill", "copy", "read", "synchronize"])
 @pytest.mark.parametrize("first", [1, 3])
 def test_a_driver_error_ends_the_test_and_everything_is_freed(verb: str, first: int) -> None:
-    chip = WatchedSuperchip(TINY, faults=FaultPlan((InjectedFault(verb, "CUDA_ERROR_UNKNOWN", first=first, times=1),)))
+    chip = WatchedSuperchip(TINY, faults=(InjectedFault(verb, "CUDA_ERROR_UNKNOWN", first=first, times=1),))
     found = run_test(chip)
     assert chip.held == {}
     if found.refusal is None:  # the third call of synchronize belongs to an optional part of the test
@@ -265,14 +265,12 @@ def test_a_driver_error_ends_the_test_and_everything_is_freed(verb: str, first: 
 
 @pytest.mark.parametrize("verb", ["prefetch", "advise"])
 def test_a_refused_hint_leaves_out_a_figure_and_the_test_still_passes(verb: str) -> None:
-    found = run_test(
-        WatchedSuperchip(TINY, faults=FaultPlan((InjectedFault(verb, "CUDA_ERROR_NOT_SUPPORTED", times=99),)))
-    )
+    found = run_test(WatchedSuperchip(TINY, faults=(InjectedFault(verb, "CUDA_ERROR_NOT_SUPPORTED", times=99),)))
     assert found.passed and found.notes
 
 
 def test_memory_that_cannot_be_freed_is_noted() -> None:
-    found = run_test(WatchedSuperchip(TINY, faults=FaultPlan((InjectedFault("free", "CUDA_ERROR_ILLEGAL_ADDRESS"),))))
+    found = run_test(WatchedSuperchip(TINY, faults=(InjectedFault("free", "CUDA_ERROR_ILLEGAL_ADDRESS"),)))
     assert any("could not be freed" in note for note in found.notes)
 
 
