@@ -59,16 +59,12 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     try:
         return np.dtype(name)
     except TypeError as error:
-        raise ValueError(
-            f"numpy has no dtype {name}; read the record with tensor(), or its bytes with view()"
-        ) from error
+        raise ValueError(f"numpy has no dtype {name}; read the record with tensor() or view()") from error
 
 
 def _array_bytes(array: NDArray[Any]) -> tuple[memoryview, RecordKind]:
-    dtype = check_dtype(array.dtype.name)
-    little_endian = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    shape = None if array.ndim == 1 else array.shape
-    return _flat_bytes(little_endian), RecordKind(dtype, shape)
+    kind = RecordKind(check_dtype(array.dtype.name), None if array.ndim == 1 else array.shape)
+    return _flat_bytes(np.ascontiguousarray(array, array.dtype.newbyteorder("<"))), kind
 
 
 def _tensor_bytes(tensor: Any) -> tuple[memoryview, RecordKind]:
@@ -76,9 +72,8 @@ def _tensor_bytes(tensor: Any) -> tuple[memoryview, RecordKind]:
 
     assert tensor.device.type == "cpu", f"the tensor is on {tensor.device}; move it to the CPU first"
     dtype = check_dtype(str(tensor.dtype).removeprefix("torch."))
-    flat = tensor.detach().contiguous().reshape(-1)
-    shape = None if tensor.ndim == 1 else tuple(tensor.shape)
-    return _flat_bytes(flat.view(torch.uint8).numpy()), RecordKind(dtype, shape)
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return _flat_bytes(flat.numpy()), RecordKind(dtype, None if tensor.ndim == 1 else tuple(tensor.shape))
 
 
 def _flat_bytes(array: NDArray[Any]) -> memoryview:
