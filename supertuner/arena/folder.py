@@ -110,7 +110,7 @@ class ArenaFolder(ClosingContextManager):
 
     def unlink(self, name: str) -> None:
         """Remove a file if it exists."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # removed already
             os.unlink(name, dir_fd=self.fd)
 
     def names(self) -> list[str]:

@@ -8,6 +8,7 @@ import math
 import re
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import xxhash
@@ -201,6 +202,7 @@ def check_segment_header(file: object, content: bytes, magic: bytes, uuid: bytes
     return int(kind)
 
 
+@lru_cache(maxsize=1024)
 def pack_kind(kind: RecordKind) -> bytes:
     shape = kind.shape or ()
     assert len(shape) <= MAX_DIMS, f"{len(shape)} dimensions; an arena stores at most {MAX_DIMS}"

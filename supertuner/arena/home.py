@@ -91,7 +91,8 @@ class ArenaHome:
 
     def stored_bytes(self, name: str) -> int:
         """Bytes that an arena occupies, sealed or not; 0 if it does not exist."""
-        with suppress(FileNotFoundError), ArenaFolder.open(self.path / check_arena_name(name)) as folder:
+        path = self.path / check_arena_name(name)
+        with suppress(FileNotFoundError), ArenaFolder.open(path) as folder:  # no arena takes no space
             return folder.stored_bytes()
         return 0
 
@@ -178,7 +179,7 @@ class ArenaHome:
 
     def _try_build(self, path: Path, life: ArenaLifetime, wait_s: float, resume: bool) -> ArenaBuild | None:
         """None if the folder disappeared or was wiped: the caller tries again."""
-        with ExitStack() as stack, suppress(FileNotFoundError):
+        with ExitStack() as stack, suppress(FileNotFoundError):  # the folder disappeared
             folder = stack.enter_context(ArenaFolder.open(path))
             if not locks.lock(folder.fd, exclusive=False, wait_s=wait_s):
                 raise ArenaBusyError(f"{path}: is being removed by another process")

@@ -60,7 +60,7 @@ def committed_keys(folder: ArenaFolder, uuid: bytes) -> Iterator[bytes]:
 
 
 def remove_segment(folder: ArenaFolder, number: int) -> None:
-    """Delete a segment, journal first: a live reader that still finds the journal also finds its data."""
+    """Delete a segment, journal first: a process that still finds the journal also finds its data."""
     folder.unlink(fmt.segment_name(number, "journal"))
     folder.unlink(fmt.segment_name(number, "data"))
 

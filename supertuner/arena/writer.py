@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import ExitStack
-from functools import lru_cache
 
 import xxhash
 
@@ -24,7 +23,6 @@ _CHUNK_BYTES = 256 << 10
 _BUFFER_BYTES = 1 << 20
 """Files up to this size stay in the writer's buffer; larger ones are returned as a mapping of the written data."""
 _SEAL_WAIT_S = 60.0
-_packed_kind = lru_cache(maxsize=1024)(fmt.pack_kind)
 
 
 class SegmentWriter(ClosingContextManager):
@@ -188,7 +186,7 @@ class UnitWriter:
     def _add_field(
         self, field: str, kind: RecordKind, offset: int, nbytes: int, raw_nbytes: int, checksum: int
     ) -> None:
-        self._fields.append(JournalField(field.encode(), _packed_kind(kind), offset, nbytes, raw_nbytes, checksum))
+        self._fields.append(JournalField(field.encode(), fmt.pack_kind(kind), offset, nbytes, raw_nbytes, checksum))
         self._end = fmt.record_end(offset, nbytes)
 
 
@@ -204,7 +202,7 @@ class BulkUnitWriter:
     def __init__(self, writer: SegmentWriter, field: str, buffer: BulkReader) -> None:
         self._writer = writer
         self._buffer = buffer
-        self._pack_entry = single_field_packer(field.encode(), _packed_kind(RecordKind("uint8", None)))
+        self._pack_entry = single_field_packer(field.encode(), fmt.pack_kind(RecordKind("uint8", None)))
         self._entries: list[bytes] = []
         self._payloads: list[tuple[int, int, int]] = []
         self._end = writer._end
