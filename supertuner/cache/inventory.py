@@ -102,10 +102,8 @@ def _arena_status(
     meta = info.meta or {}
     kind = str(meta.get("what") or info.name.partition("-")[0])
     required = next((entries for name, entries in required_by_name.items() if info.name.startswith(f"{name}-")), None)
-    used_entries = (
-        _count_used(home, info, required, counted_keys) if required is not None and info.state == "sealed" else 0
-    )
-    return CacheArenaStatus(home, info, kind, str(meta.get("identity", "")), used_entries, required is None)
+    used = _count_used(home, info, required, counted_keys) if required and info.state == "sealed" else 0
+    return CacheArenaStatus(home, info, kind, str(meta.get("identity", "")), used, required is None)
 
 
 def _count_used(home: ArenaHome, info: ArenaInfo, required: RequiredEntries, counted_keys: dict[str, EntryKeys]) -> int:
