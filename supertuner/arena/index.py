@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +43,8 @@ class IndexCounts(NamedTuple):
     info_nbytes: int
 
 
-class IndexSection(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class IndexSection:
     name: str
     dtype: np.dtype[Any]
     count: int

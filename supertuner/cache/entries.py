@@ -61,6 +61,9 @@ class CacheEntries:
         """Add an arena; its entries take precedence over those of earlier arenas."""
         self._readers.append(reader)
 
+    def __len__(self) -> int:
+        return sum(len(reader) for reader in self._readers)
+
     def find(self, keys: EntryKeys) -> EntryRefs:
         """The ref of each key's entry, or MISSING_REF."""
         refs = np.full(len(keys), MISSING_REF, np.int64)
