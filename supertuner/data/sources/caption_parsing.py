@@ -18,7 +18,7 @@ _BOM = b"\xef\xbb\xbf"
 
 def parse_caption_file(content: bytes, *, one_per_line: bool) -> tuple[str, ...]:
     """The captions in a caption file: its whole text, or one per non-empty line."""
-    _require_caption_size(len(content))
+    require_caption_size(len(content))
     try:
         text = content.removeprefix(_BOM).decode()
     except UnicodeDecodeError as error:
@@ -33,7 +33,7 @@ def parse_caption_file(content: bytes, *, one_per_line: bool) -> tuple[str, ...]
 
 def parse_caption_json(content: bytes, column: str) -> tuple[str, ...] | None:
     """The captions in a field of a WebDataset sample's JSON member; None without such a field."""
-    _require_caption_size(len(content))
+    require_caption_size(len(content))
     try:
         record = json.loads(content.removeprefix(_BOM))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
@@ -53,13 +53,13 @@ def parse_caption_cell(cell: object) -> tuple[str, ...] | None:
             raise BrokenMediaError(f"caption is not a text but {type(text).__name__}")
         texts.append(text.strip())
     try:
-        _require_caption_size(sum(len(text.encode()) for text in texts))
+        require_caption_size(sum(len(text.encode()) for text in texts))
     except UnicodeEncodeError as error:  # bytes that are not UTF-8 were decoded to lone surrogates
         raise BrokenMediaError("caption is not UTF-8") from error
     return tuple(texts)
 
 
-def _require_caption_size(nbytes: int) -> None:
+def require_caption_size(nbytes: int) -> None:
     if nbytes > MAX_CAPTION_BYTES:
         raise BrokenMediaError(f"caption of {nbytes} bytes; at most {MAX_CAPTION_BYTES} are allowed")
 
