@@ -25,10 +25,8 @@ def parse_caption_file(content: bytes, *, one_per_line: bool) -> tuple[str, ...]
         raise BrokenMediaError(f"caption is not UTF-8 (byte {error.start})") from error
     if "\0" in text:
         raise BrokenMediaError("caption contains NUL characters; is it UTF-16? Save it as UTF-8")
-    if one_per_line:
-        lines = tuple(stripped for line in text.splitlines() if (stripped := line.strip()))
-        return lines or ("",)
-    return (text.strip(),)
+    lines = text.splitlines() if one_per_line else [text]
+    return tuple(stripped for line in lines if (stripped := line.strip())) or ("",)
 
 
 def parse_caption_json(content: bytes, column: str) -> tuple[str, ...] | None:
@@ -64,9 +62,16 @@ def require_caption_size(nbytes: int) -> None:
         raise BrokenMediaError(f"caption of {nbytes} bytes; at most {MAX_CAPTION_BYTES} are allowed")
 
 
-def choose_caption_source(
-    captions: CaptionSettings, *, metadata: str | None, sidecars: int
-) -> tuple[CaptionSource, str]:
+def fixed_caption(captions: CaptionSettings, key: str) -> tuple[str, ...] | None:
+    """The caption that a sample gets from the settings: its file name, or the constant; None: read it."""
+    if captions.source == "filename":
+        return (key.rpartition("/")[2],)
+    if captions.source == "constant" or (captions.source == "auto" and captions.constant is not None):
+        return (captions.constant or "",)
+    return None
+
+
+def choose_caption_source(captions: CaptionSettings, metadata: str | None, sidecars: int) -> tuple[CaptionSource, str]:
     """The caption source and the reason. `metadata` is a metadata file's name, `sidecars` counts caption files."""
     if captions.source != "auto":
         return captions.source, "as configured"
