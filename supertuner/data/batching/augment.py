@@ -64,12 +64,7 @@ def draw_augmentation(augment: AugmentSettings, random_crop: bool, rng: SampleRn
 
 def colour_map(augmentation: AugmentationParams) -> AffineColourMap | None:
     """Brightness, then contrast around mid-grey, then saturation, then hue, as one map; None if it is the identity."""
-    if (augmentation.brightness, augmentation.contrast, augmentation.saturation, augmentation.hue) == (
-        1.0,
-        1.0,
-        1.0,
-        0.0,
-    ):
+    if augmentation.brightness == augmentation.contrast == augmentation.saturation == 1 and augmentation.hue == 0:
         return None
     grey = np.tile(LUMA, (3, 1))
     saturation = grey + augmentation.saturation * (np.eye(3) - grey)
@@ -93,6 +88,5 @@ def _hue_rotation(fraction: float) -> NDArray[np.float64]:
     if fraction == 0:
         return np.eye(3)
     c, s = cos(2 * pi * fraction), sin(2 * pi * fraction)
-    rotation = np.array([[1, 0, 0], [0, c, -s], [0, s, c]])
-    rgb_rotation: NDArray[np.float64] = np.linalg.inv(_TO_YIQ) @ rotation @ _TO_YIQ
-    return rgb_rotation
+    rotation: NDArray[np.float64] = np.array([[1, 0, 0], [0, c, -s], [0, s, c]])
+    return np.linalg.inv(_TO_YIQ) @ rotation @ _TO_YIQ
