@@ -12,18 +12,9 @@ HEAD_BYTES = 192
 
 KIND_BY_FORMAT: Mapping[str, MediaKind] = MappingProxyType(
     {
-        "jpeg": MediaKind.IMAGE,
-        "png": MediaKind.IMAGE,
-        "webp": MediaKind.IMAGE,
-        "mp4": MediaKind.VIDEO,
-        "matroska": MediaKind.VIDEO,
-        "avi": MediaKind.VIDEO,
-        "mpegts": MediaKind.VIDEO,
-        "wav": MediaKind.AUDIO,
-        "flac": MediaKind.AUDIO,
-        "ogg": MediaKind.AUDIO,
-        "mp3": MediaKind.AUDIO,
-        "aac": MediaKind.AUDIO,
+        **dict.fromkeys(("jpeg", "png", "webp"), MediaKind.IMAGE),
+        **dict.fromkeys(("mp4", "matroska", "avi", "mpegts"), MediaKind.VIDEO),
+        **dict.fromkeys(("wav", "flac", "ogg", "mp3", "aac"), MediaKind.AUDIO),
     }
 )
 """The usual kind of each format. MP4, Matroska and Ogg can contain audio, video or both: see `format_allows_kind`."""
