@@ -26,11 +26,10 @@ from supertuner.core.types import GIB, JSON, MIB, bytes_text
 from supertuner.data.sources import open_source
 from supertuner.data.sources.listing import DataSource, SourceListing
 from supertuner.data.staging import budget as fit
-from supertuner.data.staging import codec_trial as trial
 from supertuner.data.staging.arena_lookup import find_older_versions, find_staged_arena
 from supertuner.data.staging.budget_meter import BudgetMeter, measure_capacity
 from supertuner.data.staging.columns import CAPTION_INDEX, build_tables
-from supertuner.data.staging.compress import RAW_CODEC, CodecChoice
+from supertuner.data.staging.compress import RAW_CODEC, CodecChoice, choose_codecs
 from supertuner.data.staging.fingerprint import STAGED_VERSION, arena_name, dataset_fingerprint, origin_digest
 from supertuner.data.staging.follower import announce_arena, announce_staged
 from supertuner.data.staging.result import FormatFigures, StageResult, require_few_broken
@@ -213,7 +212,7 @@ class _StagingRun:
     def _choose_codecs(self, listing: SourceListing) -> dict[str, CodecChoice]:
         """Codecs by file format, with their reasons; empty if all files are stored uncompressed."""
         setting = self._dataset.in_memory.compression
-        choices = trial.choose_codecs(setting, listing.items, self._source)
+        choices = choose_codecs(setting, listing.items, self._source)
         for choice in choices.values():
             self._decide(f"in_memory.compression.{choice.format}", choice.codec, choice.reason)
             if setting != "auto" and not choice.is_worthwhile:
