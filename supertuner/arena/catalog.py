@@ -11,7 +11,6 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -67,12 +66,8 @@ class ArenaCatalog:
         return unpack_kind("index", self.kinds[kind_number].tobytes())
 
     def segment_containing(self, record: int) -> ArenaSegment:
-        return self.segments[bisect_right(self._first_records, record) - 1]
-
-    @cached_property
-    def _first_records(self) -> list[int]:
-        """The first record of each segment."""
-        return list(accumulate((s.records for s in self.segments[:-1]), initial=0))
+        ends = list(accumulate(segment.records for segment in self.segments))
+        return self.segments[bisect_right(ends, record)]
 
 
 def next_segment_base(base: int, nbytes: int) -> int:

@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from supertuner.arena import locks
 from supertuner.core.closing import ClosingContextManager
 from supertuner.core.errors import ArenaDamagedError, ArenaError, ArenaFullError
 from supertuner.core.types import bytes_text
@@ -56,8 +55,11 @@ class ArenaFolder(ClosingContextManager):
             self.fd = -1
 
     def is_current(self) -> bool:
-        """Whether the arena's path still refers to this folder."""
-        return locks.leads_to(self.fd, str(self.path))
+        """Whether the arena's path still refers to this folder: it may have been replaced before it was locked."""
+        try:
+            return os.path.samestat(os.lstat(self.path), os.fstat(self.fd))
+        except FileNotFoundError:
+            return False
 
     def file_path(self, name: str) -> Path:
         return self.path / name
@@ -183,20 +185,12 @@ class translate_os_errors:  # a class and not a generator, because it wraps ever
         if not isinstance(error, OSError) or isinstance(error, self.passing):
             return
         if error.errno in _NO_SPACE_ERRNOS:
-            raise ArenaFullError(_no_space_message(self.file, error)) from error
-        raise ArenaError(
-            f"{self.file}: {error.strerror or error}; check the disk or memory below it, "
-            "or use another home (arena.home, arena.disk_home)"
-        ) from error
-
-
-def _no_space_message(file: object, error: OSError) -> str:
-    parent = Path(str(file)).parent
-    left_text = ""
-    if parent.is_dir():
-        file_system = os.statvfs(parent)
-        left_text = f" ({bytes_text(file_system.f_bavail * file_system.f_frsize)} left in {parent.parent})"
-    return (
-        f"{file}: {error.strerror}{left_text}; free space with `supertuner arena rm`, enlarge that file system, "
-        "or name another home (arena.home, arena.disk_home)"
-    )
+            parent, left = Path(str(self.file)).parent, ""
+            if parent.is_dir():
+                file_system = os.statvfs(parent)
+                left = f" ({bytes_text(file_system.f_bavail * file_system.f_frsize)} left in {parent.parent})"
+            remedy = "free space with `supertuner arena rm`, enlarge that file system, or name another home"
+            message = f"{self.file}: {error.strerror}{left}; {remedy} (arena.home, arena.disk_home)"
+            raise ArenaFullError(message) from error
+        remedy = "check the disk or memory below it, or use another home (arena.home, arena.disk_home)"
+        raise ArenaError(f"{self.file}: {error.strerror or error}; {remedy}") from error

@@ -64,17 +64,13 @@ class ArenaHome:
         if status.st_uid != os.geteuid():
             raise ArenaError(f"{self.path}: belongs to user {status.st_uid}; set arena.home to a folder of your own")
         if status.st_mode & 0o022:
-            raise ArenaError(
-                f"{self.path}: other users can write to it; run `chmod go-w {self.path}`, "
-                "or set arena.home to another folder"
-            )
+            remedy = f"run `chmod go-w {self.path}`, or set arena.home to another folder"
+            raise ArenaError(f"{self.path}: other users can write to it; {remedy}")
         with translate_os_errors(self.path):
             names = os.listdir(self.path)
         if names and HOME_MARKER not in names:  # else a sweep might delete files of others
-            raise ArenaError(
-                f"{self.path}: contains other files ({sorted(names)[0]!r}); set arena.home or arena.disk_home to an "
-                "empty folder, or to one that does not exist yet"
-            )
+            remedy = "set arena.home or arena.disk_home to an empty folder, or to one that does not exist yet"
+            raise ArenaError(f"{self.path}: contains other files ({sorted(names)[0]!r}); {remedy}")
 
     def side_folder(self, name: str) -> Path:
         """Create a hidden folder of this home that is not an arena. A sweep never deletes it."""

@@ -33,13 +33,6 @@ def as_bytes(payload: Payload) -> tuple[memoryview, RecordKind]:
     return (view if view.format == "B" and view.ndim == 1 else view.cast("B")), _BYTES_KIND
 
 
-def compressed_payload(payload: Payload, codec: str, raw_nbytes: int | None) -> tuple[memoryview, RecordKind, int]:
-    """(bytes, kind, raw size) of a compressed payload that unpacks to `raw_nbytes` bytes."""
-    content, _ = as_bytes(payload)
-    assert raw_nbytes is not None, f"a payload of codec {codec!r} needs raw_nbytes, its uncompressed size"
-    return content, RecordKind("uint8", None, codec), raw_nbytes
-
-
 def check_dtype(name: str) -> str:
     if name not in DTYPES:
         raise ValueError(f"an arena cannot store {name}; it stores {', '.join(DTYPES)}")

@@ -57,10 +57,8 @@ def check_record(folder: ArenaFolder, catalog: ArenaCatalog, view: memoryview, r
     begin, nbytes = int(catalog.offset[record]), int(catalog.nbytes[record])
     if xxhash.xxh3_64_intdigest(view[begin : begin + nbytes]) != int(catalog.checksum[record]):
         segment = catalog.segment_containing(record)
-        file, place = (
-            folder.file_path(segment_name(segment.number, "data")),
-            f"{nbytes} bytes at {begin - segment.base}",
-        )
+        file = folder.file_path(segment_name(segment.number, "data"))
+        place = f"{nbytes} bytes at {begin - segment.base}"
         raise ArenaDamagedError(file, f"the checksum of record {record} ({place}) does not match")
 
 

@@ -13,7 +13,7 @@ from supertuner.arena import locks
 from supertuner.arena.folder import HEAD_FILE, INDEX_FILE, ArenaFolder, translate_os_errors
 from supertuner.arena.format import RecordKind
 from supertuner.arena.journal import JournalField, pack_entry, single_field_packer
-from supertuner.arena.payload import Payload, as_bytes, compressed_payload
+from supertuner.arena.payload import Payload, as_bytes
 from supertuner.core.bulk_io import BulkReader, read_all, write_all
 from supertuner.core.closing import ClosingContextManager
 from supertuner.core.errors import ArenaBusyError, ArenaError, BrokenMediaError
@@ -131,15 +131,16 @@ class UnitWriter:
 
     def put(self, field: str, payload: Payload, *, codec: str = "raw", raw_nbytes: int | None = None) -> None:
         """Add bytes, an array or a tensor. With a codec, `raw_nbytes` is the uncompressed size."""
+        content, kind = as_bytes(payload)
         if codec == "raw":
-            content, kind = as_bytes(payload)
-            raw_size = len(content)
-            assert raw_nbytes in (None, raw_size), f"raw bytes are {raw_size}, not {raw_nbytes}"
+            assert raw_nbytes in (None, len(content)), f"raw bytes are {len(content)}, not {raw_nbytes}"
+            raw_nbytes = len(content)
         else:
-            content, kind, raw_size = compressed_payload(payload, codec, raw_nbytes)
+            assert raw_nbytes is not None, f"a payload of codec {codec!r} needs raw_nbytes, its uncompressed size"
+            kind = RecordKind("uint8", None, codec)
         offset = self._reserve_offset(field, len(content))
         checksum = self._writer._write(content, offset)
-        self._add_field(field, kind, offset, len(content), raw_size, checksum)
+        self._add_field(field, kind, offset, len(content), raw_nbytes, checksum)
 
     def put_file(self, field: str, fd: int, nbytes: int) -> memoryview:
         """Add the first `nbytes` of an open file, reading it once. Returns a read-only view, valid until the next
@@ -177,9 +178,8 @@ class UnitWriter:
 
     def _reserve_offset(self, field: str, nbytes: int) -> int:
         assert self._writer._open_unit is self, "this unit is already committed or aborted"
-        assert 0 < len(field) <= 64 and all(f.name != field.encode() for f in self._fields), (
-            f"field {field!r} is empty, too long or already present"
-        )
+        assert 0 < len(field) <= 64, f"field {field!r} is empty or too long"
+        assert all(f.name != field.encode() for f in self._fields), f"field {field!r} is already present"
         assert len(self._fields) < fmt.MAX_FIELDS
         return fmt.next_record_offset(self._end, nbytes)
 

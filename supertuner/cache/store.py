@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,9 @@ _WAIT_S = 0.5
 
 class FillStopped(Exception):
     """`fill` ended early because `stop()` became true. Committed entries remain for the next call."""
+
+
+StopCheck: TypeAlias = Callable[[], bool]
 
 
 def never_stop() -> bool:
@@ -100,9 +104,7 @@ class CacheStore(ClosingContextManager):
         absent: NDArray[np.intp] = first_indices[self.find(distinct_keys) == MISSING_REF]
         return absent
 
-    def fill(
-        self, request: EntryRequest, *, stop: Callable[[], bool] = never_stop, share_with_peers: bool = True
-    ) -> int:
+    def fill(self, request: EntryRequest, *, stop: StopCheck = never_stop, share_with_peers: bool = True) -> int:
         """Make all missing entries; returns how many were made by this process and its peers.
 
         Raises CacheError if they cannot be made, and FillStopped soon after `stop()` is true. Entries that were
@@ -173,7 +175,7 @@ class CacheStore(ClosingContextManager):
         if self.location.on_attach is not None:
             self.location.on_attach(*reader.memory_range)
 
-    def _acquire_build(self, stop: Callable[[], bool], peers: NodePeers) -> ArenaBuild | BuildParticipant | None:
+    def _acquire_build(self, stop: StopCheck, peers: NodePeers) -> ArenaBuild | BuildParticipant | None:
         """A build of the next arena or of one that a dead process left unfinished, or participation in a peer's build.
 
         None if an arena was sealed meanwhile: the caller checks again which entries are missing.
@@ -218,9 +220,7 @@ class CacheStore(ClosingContextManager):
                 raise
             return joined
 
-    def _build_missing(
-        self, build: ArenaBuild, request: EntryRequest, stop: Callable[[], bool], peers: NodePeers
-    ) -> int:
+    def _build_missing(self, build: ArenaBuild, request: EntryRequest, stop: StopCheck, peers: NodePeers) -> int:
         """Fill this process's own build and seal it; returns how many entries were made."""
         committed, missing = build.committed_keys(), self.missing_indices(request.keys)
         to_make = np.array([index for index in missing if key_text(request.keys[index]) not in committed], np.intp)
@@ -240,9 +240,7 @@ class CacheStore(ClosingContextManager):
         self._try_attach(_arena_number(build.name))
         return len(to_make)
 
-    def _fill_joined(
-        self, build: BuildParticipant, request: EntryRequest, stop: Callable[[], bool], peers: NodePeers
-    ) -> int:
+    def _fill_joined(self, build: BuildParticipant, request: EntryRequest, stop: StopCheck, peers: NodePeers) -> int:
         """Make entries for a peer's build. The peer waits for all participants and seals the arena."""
         queue = EntryQueue.join(peers, self.location.home.path / build.name)
         assert queue is not None, "a build can only be joined after its queue was published"
@@ -274,7 +272,7 @@ class _EntryWriter:
         self.entries_made = 0
 
     def write_entries(
-        self, build: BuildParticipant, chunks: Iterable[EntryIndices], phase: ProgressPhase, stop: Callable[[], bool]
+        self, build: BuildParticipant, chunks: Iterable[EntryIndices], phase: ProgressPhase, stop: StopCheck
     ) -> None:
         """Make and commit all entries of all chunks. Opens a segment only if there is at least one chunk."""
         writer: SegmentWriter | None = None
@@ -315,7 +313,7 @@ class _EntryWriter:
 
 
 def _fill_from_queue(
-    queue: EntryQueue, writer: _EntryWriter, build: BuildParticipant, phase: SharedPhase, stop: Callable[[], bool]
+    queue: EntryQueue, writer: _EntryWriter, build: BuildParticipant, phase: SharedPhase, stop: StopCheck
 ) -> bool:
     """Make entries until all are claimed, then wait for peers to finish theirs; whether all are committed now."""
     is_working = True

@@ -88,5 +88,6 @@ def _hue_rotation(fraction: float) -> NDArray[np.float64]:
     if fraction == 0:
         return np.eye(3)
     c, s = cos(2 * pi * fraction), sin(2 * pi * fraction)
-    rotation: NDArray[np.float64] = np.array([[1, 0, 0], [0, c, -s], [0, s, c]])
-    return np.linalg.inv(_TO_YIQ) @ rotation @ _TO_YIQ
+    rotation = np.array([[1, 0, 0], [0, c, -s], [0, s, c]])
+    rgb_rotation: NDArray[np.float64] = np.linalg.inv(_TO_YIQ) @ rotation @ _TO_YIQ
+    return rgb_rotation

@@ -22,9 +22,8 @@ _BATCH_ROWS = 256
 
 
 def is_saved_dataset(root: Path) -> bool:
-    return (root / "dataset_dict.json").is_file() or (
-        (root / "state.json").is_file() and (root / "dataset_info.json").is_file()
-    )
+    files = ("state.json", "dataset_info.json")
+    return (root / "dataset_dict.json").is_file() or all((root / name).is_file() for name in files)
 
 
 class HuggingFaceSource:

@@ -12,7 +12,6 @@ from supertuner.config.settings.data import DatasetSettings
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.load import LoadedConfig
 from supertuner.core.errors import ConfigError
-from supertuner.core.types import JSON
 from supertuner.data.staging.fingerprint import STAGED_VERSION, origin_digest
 
 
@@ -60,6 +59,6 @@ def find_older_versions(arenas: Sequence[ArenaInfo], dataset: DatasetSettings, n
     return [arena for arena in _sealed_with(arenas, expected_meta) if arena.name != name]
 
 
-def _sealed_with(arenas: Sequence[ArenaInfo], expected_meta: Mapping[str, JSON]) -> list[ArenaInfo]:
+def _sealed_with(arenas: Sequence[ArenaInfo], expected_meta: Mapping[str, object]) -> list[ArenaInfo]:
     sealed = [arena for arena in arenas if arena.state == "sealed"]
     return [arena for arena in sealed if expected_meta.items() <= dict(arena.meta or {}).items()]
