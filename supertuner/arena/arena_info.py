@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -35,9 +34,8 @@ def describe_arena(folder: ArenaFolder) -> ArenaInfo:
     name, nbytes, users = folder.path.name, folder.stored_bytes(), locks.is_held(folder.fd)
     foreign_name = folder.find_foreign_name()
     if foreign_name is not None:
-        return ArenaInfo(
-            name, "damaged", nbytes, problem=f"{folder.path}: is not an arena: it contains {foreign_name!r}"
-        )
+        problem = f"{folder.path}: is not an arena: it contains {foreign_name!r}"
+        return ArenaInfo(name, "damaged", nbytes, problem=problem)
     try:
         if folder.has(INDEX_FILE):
             head, catalog = open_sealed(folder)
@@ -74,8 +72,5 @@ def try_read_head(folder: ArenaFolder) -> ArenaHead | None:
 def is_building(folder: ArenaFolder) -> bool:
     if not folder.has(BUILDER_FILE):
         return False
-    fd = folder.open_file(BUILDER_FILE)
-    try:
+    with folder.opened(BUILDER_FILE) as fd:
         return locks.is_held(fd)
-    finally:
-        os.close(fd)

@@ -12,20 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from supertuner.arena import locks
-from supertuner.arena.catalog import CatalogBuilder, ListedKeys
 from supertuner.arena.catalog_checks import check_catalog
 from supertuner.arena.folder import HEAD_FILE, INDEX_FILE, ArenaFolder, remove_arena
 from supertuner.arena.format import TABLE_SEGMENT, UNIT_SEGMENT, ArenaHead, segment_name
 from supertuner.arena.index import write_index
 from supertuner.arena.segments import collect_segments, committed_keys, sync_data_files
 from supertuner.arena.writer import SegmentWriter
+from supertuner.core.closing import ClosingContextManager
 from supertuner.core.errors import ArenaBusyError, ArenaError
 from supertuner.core.types import JSON
 
 _SEAL_WAIT_S = 60.0
 
 
-class BuildParticipant:
+class BuildParticipant(ClosingContextManager):
     """This process's writers in an arena that this or another process is building."""
 
     def __init__(self, folder: ArenaFolder, head: ArenaHead) -> None:
@@ -47,22 +47,15 @@ class BuildParticipant:
         """Keys of all units that any process has committed so far."""
         return frozenset(key.decode() for key in committed_keys(self._folder, self._head.uuid))
 
-    def stored_bytes(self) -> int:
-        """Bytes that all segments occupy so far: allocated pages, not file lengths."""
-        return self._folder.stored_bytes()
-
     def close(self) -> None:
         """Close the writers. Their committed units stay in the build."""
+        self._close_writers()
+        self._folder.close()
+
+    def _close_writers(self) -> None:
         with self._lock:
             for writer in self._writers:
                 writer.close()
-        self._folder.close()
-
-    def __enter__(self) -> BuildParticipant:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _open_writer(self, kind: int) -> SegmentWriter:
         assert self._folder.fd >= 0, "this build is closed"
@@ -100,42 +93,31 @@ class ArenaBuild(BuildParticipant):
         assert not self._sealed and self._folder.fd >= 0, "already sealed or closed"
         with self._lock:
             for writer in self._writers:
-                assert writer._open_unit is None, (
-                    f"unit {writer._open_unit and writer._open_unit.key!r} is neither committed nor aborted"
-                )
+                unit = writer._open_unit
+                assert unit is None, f"unit {unit.key!r} is neither committed nor aborted"
                 writer.close()
-        head_fd = self._folder.open_file(HEAD_FILE)
-        try:
+        with self._folder.opened(HEAD_FILE) as head_fd:
             if not locks.lock(head_fd, exclusive=True, wait_s=_SEAL_WAIT_S):
-                raise ArenaBusyError(
-                    f"{self._folder.path}: another process does not finish opening a writer; end it and seal again"
-                )
+                remedy = "end it and seal again"
+                raise ArenaBusyError(f"{self._folder.path}: another process does not finish opening a writer; {remedy}")
             self._seal_locked(meta or {})
-        finally:
-            os.close(head_fd)
 
     def _seal_locked(self, meta: Mapping[str, JSON]) -> None:
-        catalog_builder = collect_segments(
-            self._folder, self._head.uuid, {w.number: w.units_committed for w in self._writers}
-        )
-        numbers = [s.number for s in catalog_builder.segments]
-        sync_data_files(self._folder, numbers)
-        order = _sorted_units(self._folder, catalog_builder)
-        keys = [catalog_builder.keys[unit] for unit in order]
-        catalog = catalog_builder.build(ListedKeys(()), np.array(order, np.intp))
+        expected = {writer.number: writer.units_committed for writer in self._writers}
+        builder = collect_segments(self._folder, self._head.uuid, expected)
+        sync_data_files(self._folder, builder.segments)
+        catalog = builder.build(_sorted_units(self._folder, builder.keys))
         check_catalog(self._folder.file_path(INDEX_FILE), catalog)
-        write_index(self._folder, catalog, keys, meta)
+        write_index(self._folder, catalog, meta)
         self._sealed = True
-        for number in numbers:
-            self._folder.unlink(segment_name(number, "journal"))
+        for segment in builder.segments:
+            self._folder.unlink(segment_name(segment.number, "journal"))
 
     def abandon(self) -> None:
         """Delete everything, including committed units. Writers of other processes fail at their next commit."""
         assert not self._sealed, "a sealed arena is removed with ArenaHome.remove"
         if self._folder.fd >= 0 and os.getpid() == self._pid:  # in a forked child the build belongs to the parent
-            with self._lock:
-                for writer in self._writers:
-                    writer.close()
+            self._close_writers()
             remove_arena(self._folder)
         self._release()
 
@@ -145,9 +127,6 @@ class ArenaBuild(BuildParticipant):
         else:
             self.abandon()
 
-    def __enter__(self) -> ArenaBuild:
-        return self
-
     def _release(self) -> None:
         super().close()
         if self._builder_fd >= 0:
@@ -155,9 +134,8 @@ class ArenaBuild(BuildParticipant):
             self._builder_fd = -1
 
 
-def _sorted_units(folder: ArenaFolder, catalog_builder: CatalogBuilder) -> list[int]:
+def _sorted_units(folder: ArenaFolder, keys: list[bytes]) -> list[int]:
     """Unit numbers in bytewise order of their keys. Raises ArenaError if a key occurs twice."""
-    keys = catalog_builder.keys
     order = sorted(range(len(keys)), key=keys.__getitem__)
     for before, after in pairwise(order):
         if keys[before] == keys[after]:

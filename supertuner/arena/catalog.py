@@ -1,4 +1,4 @@
-"""The contents of an arena as columns: the form in which both sealed and live readers look up records.
+"""The contents of an arena as columns: the form in which readers look up records.
 
 All segments form one address range, each beginning on a 64 KiB boundary; `offset` is a position in that range. Records
 are ordered by address, units by number.
@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.arena.format import ABSENT, BIG_PAGE, PAGE, TABLE_SEGMENT, RecordKind, round_up, unpack_kind
+from supertuner.arena.format import ABSENT, BIG_PAGE, TABLE_SEGMENT, RecordKind, round_up, unpack_kind
 from supertuner.arena.journal import JournalEntry
 from supertuner.core.errors import ArenaDamagedError
 from supertuner.core.types import JSON
 
 U64: TypeAlias = NDArray[np.uint64]
 U32: TypeAlias = NDArray[np.uint32]
-U8: TypeAlias = NDArray[np.uint8]
 
 KIND_ROW = np.dtype(
     [("codec", "S16"), ("dtype", "u1"), ("dims", "u1"), ("flat", "u1"), ("zero", "V5"), ("shape", "<u8", (8,))]
@@ -42,14 +41,6 @@ class ArenaSegment:
     """Where the segment begins in the arena's address range."""
 
 
-class KeyLookup(Protocol):
-    def __len__(self) -> int: ...
-
-    def key_at(self, unit: int) -> bytes: ...
-
-    def find(self, key: bytes) -> int | None: ...
-
-
 @dataclass(frozen=True)
 class ArenaCatalog:
     uuid: bytes
@@ -62,7 +53,7 @@ class ArenaCatalog:
     kinds: NDArray[np.void]
     fields: Mapping[str, U32]
     """Per field, the record number of each unit, or ABSENT."""
-    keys: KeyLookup
+    keys: SortedKeys
     tables: Mapping[str, int] = field(default_factory=dict)
     meta: Mapping[str, JSON] = field(default_factory=dict)
 
@@ -75,12 +66,8 @@ class ArenaCatalog:
         return unpack_kind("index", self.kinds[kind_number].tobytes())
 
     def segment_containing(self, record: int) -> ArenaSegment:
-        return self.segments[bisect_right(self._first_records, record) - 1]
-
-    @cached_property
-    def _first_records(self) -> list[int]:
-        """The first record of each segment."""
-        return list(accumulate((s.records for s in self.segments[:-1]), initial=0))
+        ends = list(accumulate(segment.records for segment in self.segments))
+        return self.segments[bisect_right(ends, record)]
 
 
 def next_segment_base(base: int, nbytes: int) -> int:
@@ -91,138 +78,98 @@ def next_segment_base(base: int, nbytes: int) -> int:
 class SortedKeys:
     """Keys in bytewise order, read in place from the index: a lookup is a binary search and allocates no table."""
 
-    def __init__(self, ends: memoryview, key_bytes: memoryview) -> None:
-        self._ends = ends
-        self._key_bytes = key_bytes
+    def __init__(self, ends: U64, content: NDArray[np.uint8]) -> None:
+        """`content` is the concatenation of all keys, `ends` are their ends in it."""
+        self.ends, self.content = ends, content
+        self._end_at, self._bytes = ends.data, content.data  # of which reading a single number is cheap
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self.ends)
 
     def key_at(self, unit: int) -> bytes:
-        return bytes(self._key_bytes[self._ends[unit - 1] if unit else 0 : self._ends[unit]])
+        return bytes(self._bytes[self._end_at[unit - 1] if unit else 0 : self._end_at[unit]])
 
     def find(self, key: bytes) -> int | None:
-        unit = bisect_left(range(len(self._ends)), key, key=self.key_at)
-        return unit if unit < len(self._ends) and self.key_at(unit) == key else None
+        unit = bisect_left(range(len(self)), key, key=self.key_at)
+        return unit if unit < len(self) and self.key_at(unit) == key else None
 
     def fixed_width_array(self, nbytes: int) -> NDArray[np.bytes_] | None:
         """All keys as one array without a copy; None unless every key has `nbytes` bytes."""
-        ends = np.frombuffer(self._ends, np.uint64)
-        if not np.array_equal(ends, np.arange(1, len(ends) + 1, dtype=np.uint64) * np.uint64(nbytes)):
+        if not np.array_equal(self.ends, np.arange(1, len(self) + 1, dtype=np.uint64) * np.uint64(nbytes)):
             return None
-        return np.frombuffer(self._key_bytes, f"S{nbytes}") if len(ends) else np.zeros(0, f"S{nbytes}")
-
-
-class ListedKeys:
-    """Keys in the order of discovery, for arenas that are still growing."""
-
-    def __init__(self, keys: Sequence[bytes]) -> None:
-        self._keys = keys
-        self._unit_by_key = {key: unit for unit, key in enumerate(keys)}
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def key_at(self, unit: int) -> bytes:
-        return self._keys[unit]
-
-    def find(self, key: bytes) -> int | None:
-        return self._unit_by_key.get(key)
-
-
-class SegmentColumns:
-    """The records of one segment, in the order of its journal."""
-
-    def __init__(self, number: int, kind: int) -> None:
-        self.number = number
-        self.kind = kind
-        self.offset, self.nbytes, self.raw_nbytes, self.checksum = array("Q"), array("Q"), array("Q"), array("Q")
-        self.kinds = array("I")
-        self.file_nbytes = PAGE
-
-    def __len__(self) -> int:
-        return len(self.offset)
+        return self.content.view(f"S{nbytes}")
 
 
 class CatalogBuilder:
-    """Collects the journal entries of all segments as columns while they are read."""
+    """Collects the committed units and tables of all segments as columns, one segment after the other."""
 
     def __init__(self, uuid: bytes) -> None:
         self.uuid = uuid
-        self.segments: list[SegmentColumns] = []
+        self.segments: list[ArenaSegment] = []
         self.keys: list[bytes] = []
-        self.tables: dict[str, tuple[int, int]] = {}
+        self.offset, self.nbytes, self._raw_nbytes, self._checksum = array("Q"), array("Q"), array("Q"), array("Q")
+        """Columns of the records; offsets are relative to their segment."""
+        self._kind = array("I")
         self._kinds: dict[bytes, int] = {}
-        self._fields: dict[bytes, tuple[array[int], array[int], array[int]]] = {}
+        self._tables: dict[str, int] = {}
+        self._fields: dict[bytes, tuple[array[int], array[int]]] = defaultdict(lambda: (array("Q"), array("Q")))
+        """Name of a field → the units that have it, and their records."""
 
-    def add_segment(self, number: int, kind: int) -> SegmentColumns:
-        self.segments.append(SegmentColumns(number, kind))
-        return self.segments[-1]
-
-    def add(self, segment: SegmentColumns, segment_index: int, entry: JournalEntry) -> None:
-        """Add a committed unit (or table) of the segment with position `segment_index` in `self.segments`."""
-        if segment.kind == TABLE_SEGMENT:
-            self.tables[entry.key.decode()] = (segment_index, len(segment))
-        unit = len(self.keys)
+    def add(self, segment_kind: int, entry: JournalEntry) -> None:
+        """Add a unit or table of the segment that `end_segment` will add."""
+        is_table = segment_kind == TABLE_SEGMENT
+        if is_table:
+            self._tables[entry.key.decode()] = len(self.offset)
         for name, kind, offset, nbytes, raw_nbytes, checksum in entry.fields:
-            if segment.kind != TABLE_SEGMENT:
-                columns = self._fields.get(name)
-                if columns is None:
-                    columns = self._fields[name] = (array("Q"), array("Q"), array("Q"))
-                units, orders, records = columns
-                units.append(unit)
-                orders.append(segment_index)
-                records.append(len(segment))
-            segment.offset.append(offset)
-            segment.nbytes.append(nbytes)
-            segment.raw_nbytes.append(raw_nbytes)
-            segment.checksum.append(checksum)
-            segment.kinds.append(self._kinds.setdefault(kind, len(self._kinds)))
-        if segment.kind != TABLE_SEGMENT:
+            if not is_table:
+                units, records = self._fields[name]
+                units.append(len(self.keys))
+                records.append(len(self.offset))
+            self.offset.append(offset)
+            self.nbytes.append(nbytes)
+            self._raw_nbytes.append(raw_nbytes)
+            self._checksum.append(checksum)
+            self._kind.append(self._kinds.setdefault(kind, len(self._kinds)))
+        if not is_table:
             self.keys.append(entry.key)
 
-    def build(self, keys: KeyLookup, unit_order: NDArray[np.intp] | None = None) -> ArenaCatalog:
-        """Build the catalog. With `unit_order`, units are renumbered: new unit i is the former unit `unit_order[i]`."""
-        bases, firsts, base, first = [], [], 0, 0
-        for s in self.segments:
-            bases.append(base)
-            firsts.append(first)
-            base, first = next_segment_base(base, s.file_nbytes), first + len(s)
-        segments = tuple(
-            ArenaSegment(s.number, s.kind, len(s), s.file_nbytes, b) for s, b in zip(self.segments, bases, strict=True)
-        )
+    def end_segment(self, number: int, kind: int, records: int, nbytes: int) -> None:
+        """Add the segment of the last `records` records, whose data file has `nbytes` bytes."""
+        base = next_segment_base(self.segments[-1].base, self.segments[-1].nbytes) if self.segments else 0
+        self.segments.append(ArenaSegment(number, kind, records, nbytes, base))
+
+    def build(self, unit_order: list[int]) -> ArenaCatalog:
+        """Build the catalog. `unit_order` are the numbers of the units added, in bytewise order of their keys."""
+        keys = [self.keys[unit] for unit in unit_order]
+        key_ends = np.cumsum(np.fromiter(map(len, keys), np.uint64, len(keys)), dtype=np.uint64)
+        bases = np.array([segment.base for segment in self.segments], np.uint64)
         return ArenaCatalog(
             uuid=self.uuid,
-            segments=segments,
-            offset=_concatenate(
-                [_u64(s.offset) + np.uint64(b) for s, b in zip(self.segments, bases, strict=True)], np.uint64
-            ),
-            nbytes=_concatenate([_u64(s.nbytes) for s in self.segments], np.uint64),
-            raw_nbytes=_concatenate([_u64(s.raw_nbytes) for s in self.segments], np.uint64),
-            checksum=_concatenate([_u64(s.checksum) for s in self.segments], np.uint64),
-            kind=_concatenate([np.array(s.kinds, dtype=np.uint32) for s in self.segments], np.uint32),
+            segments=tuple(self.segments),
+            offset=_u64(self.offset) + np.repeat(bases, np.array([s.records for s in self.segments], np.intp)),
+            nbytes=_u64(self.nbytes),
+            raw_nbytes=_u64(self._raw_nbytes),
+            checksum=_u64(self._checksum),
+            kind=np.array(self._kind, np.uint32),
             kinds=np.frombuffer(b"".join(self._kinds), KIND_ROW),
-            fields={self._field_name(name): self._column(name, firsts, unit_order) for name in sorted(self._fields)},
-            keys=keys,
-            tables={name: firsts[segment_index] + record for name, (segment_index, record) in self.tables.items()},
+            fields={_field_name(name): self._column(name, unit_order) for name in sorted(self._fields)},
+            keys=SortedKeys(key_ends, np.frombuffer(b"".join(keys), np.uint8)),
+            tables=self._tables,
         )
 
-    def _field_name(self, name: bytes) -> str:
-        try:
-            return name.decode()
-        except UnicodeDecodeError as error:
-            raise ArenaDamagedError("journal", f"a field name is not UTF-8: {name!r}") from error
-
-    def _column(self, name: bytes, firsts: list[int], unit_order: NDArray[np.intp] | None) -> U32:
-        units, orders, records = self._fields[name]
+    def _column(self, name: bytes, unit_order: list[int]) -> U32:
+        units, records = self._fields[name]
         column = np.full(len(self.keys), ABSENT, np.uint32)
-        column[_u64(units)] = np.array(firsts, dtype=np.uint64)[_u64(orders)] + _u64(records)
-        return column if unit_order is None else column[unit_order]
+        column[_u64(units)] = _u64(records)
+        return column[np.array(unit_order, np.intp)]
+
+
+def _field_name(name: bytes) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError as error:
+        raise ArenaDamagedError("journal", f"a field name is not UTF-8: {name!r}") from error
 
 
 def _u64(values: array[int]) -> U64:
     return np.array(values, dtype=np.uint64)
-
-
-def _concatenate(parts: list[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray:  # type: ignore[type-arg]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.arena.catalog import U32, U64, ArenaCatalog, ArenaSegment
+from supertuner.arena.catalog import U64, ArenaCatalog, ArenaSegment
 from supertuner.arena.format import ABSENT, BIG_PAGE, DTYPES, MAX_NBYTES, PAGE, unpack_kind
 from supertuner.core.errors import ArenaDamagedError
 
@@ -39,9 +39,8 @@ def _check_segments(file: object, catalog: ArenaCatalog) -> None:
         raise ArenaDamagedError(file, "lists a segment twice")
     for segment in catalog.segments:
         if segment.nbytes < PAGE or segment.nbytes > MAX_NBYTES or segment.base + segment.nbytes > MAX_NBYTES:
-            raise ArenaDamagedError(
-                file, f"lists an impossible size of {segment.nbytes} bytes for segment {segment.number}"
-            )
+            size = f"{segment.nbytes} bytes for segment {segment.number}"
+            raise ArenaDamagedError(file, f"lists an impossible size of {size}")
     if sum(s.records for s in catalog.segments) != len(catalog.offset):
         raise ArenaDamagedError(file, "the record counts of its segments do not add up to the records it lists")
 
@@ -55,9 +54,8 @@ def _check_records(file: object, catalog: ArenaCatalog, segment: ArenaSegment, f
         # Each test first reduces the chunk to one number (min, max, bitwise or) and builds a mask only to find the
         # first invalid record, so that the pass over an intact arena stays cheap.
         if offset.min() < low or offset.max() >= high or nbytes.max() > segment.nbytes:
-            _raise_misplaced(
-                file, catalog, segment, begin, (offset < low) | (offset >= high) | (nbytes > segment.nbytes), "outside"
-            )
+            outside = (offset < low) | (offset >= high) | (nbytes > segment.nbytes)
+            _raise_misplaced(file, catalog, segment, begin, outside, "outside")
         after = offset + nbytes
         if after.max() > high:
             _raise_misplaced(file, catalog, segment, begin, after > high, "outside")
@@ -81,11 +79,8 @@ def _raise_misplaced(
 ) -> None:
     record = begin + int(np.flatnonzero(wrong)[0])
     offset, nbytes = int(catalog.offset[record]) - segment.base, int(catalog.nbytes[record])
-    raise ArenaDamagedError(
-        file,
-        f"record {record} ({nbytes} bytes at {offset}) lies {relation} segment {segment.number}, "
-        f"which has {segment.nbytes} bytes",
-    )
+    place = f"{relation} segment {segment.number}, which has {segment.nbytes} bytes"
+    raise ArenaDamagedError(file, f"record {record} ({nbytes} bytes at {offset}) lies {place}")
 
 
 class _KindColumns:
@@ -95,14 +90,13 @@ class _KindColumns:
 
     def __init__(self, itemsize: U64, total: U64, flat: NDArray[np.bool_], raw: NDArray[np.bool_]) -> None:
         self.itemsize, self.total_bytes, self.flat, self.raw = itemsize, total, flat, raw
-        self.all_raw = bool(raw.all())
-        self.all_flat = bool(flat.all())
-        self.all_bytes = bool((itemsize == 1).all())
+        self.all_raw, self.all_flat, self.all_bytes = raw.all(), flat.all(), (itemsize == 1).all()
 
 
 def _check_kinds(file: object, rows: NDArray[np.void]) -> _KindColumns:
-    codes = {code: size for code, size in DTYPES.values()}
-    sizes = np.array([codes.get(code, 0) for code in range(256)], np.uint64)
+    sizes = np.zeros(256, np.uint64)
+    for code, size in DTYPES.values():
+        sizes[code] = size
     if len(rows) <= _MAX_KINDS_UNPACKED:
         for row in rows:
             unpack_kind(file, row.tobytes())
@@ -121,9 +115,8 @@ def _check_sizes(file: object, catalog: ArenaCatalog, part: slice, kinds: _KindC
     """Check that sizes match dtype, shape and codec."""
     kind, raw_nbytes = catalog.kind[part], catalog.raw_nbytes[part]
     if kind.max() >= len(kinds.flat):
-        raise ArenaDamagedError(
-            file, f"record {part.start + int(kind.argmax())} has kind {kind.max()}, which is not listed"
-        )
+        record = part.start + int(kind.argmax())
+        raise ArenaDamagedError(file, f"record {record} has kind {kind.max()}, which is not listed")
     wrong = raw_nbytes > MAX_NBYTES
     unequal = raw_nbytes != catalog.nbytes[part]
     wrong |= unequal if kinds.all_raw else unequal & kinds.raw[kind]
@@ -133,11 +126,9 @@ def _check_sizes(file: object, catalog: ArenaCatalog, part: slice, kinds: _KindC
         wrong |= ~kinds.flat[kind] & (raw_nbytes != kinds.total_bytes[kind])
     if wrong.any():
         record = part.start + int(np.flatnonzero(wrong)[0])
-        raise ArenaDamagedError(
-            file,
-            f"record {record} has {catalog.nbytes[record]} stored and {catalog.raw_nbytes[record]} uncompressed bytes, "
-            f"which do not match {catalog.record_kind(int(catalog.kind[record]))}",
-        )
+        found = f"{catalog.nbytes[record]} stored and {catalog.raw_nbytes[record]} uncompressed bytes"
+        expected = catalog.record_kind(int(catalog.kind[record]))
+        raise ArenaDamagedError(file, f"record {record} has {found}, which do not match {expected}")
 
 
 def _check_references(file: object, catalog: ArenaCatalog) -> None:
@@ -145,17 +136,14 @@ def _check_references(file: object, catalog: ArenaCatalog) -> None:
     count = len(catalog.offset)
     for name, column in catalog.fields.items():
         for begin in range(0, len(column), _CHUNK_RECORDS):
-            _check_column(file, name, column[begin : begin + _CHUNK_RECORDS], count)
+            records = column[begin : begin + _CHUNK_RECORDS]
+            if records.max() >= count:
+                present = records[records != ABSENT]
+                if present.size and present.max() >= count:
+                    raise ArenaDamagedError(file, f"field {name!r} refers to record {present.max()} of {count}")
     for name, record in catalog.tables.items():
         if not 0 <= record < count:
             raise ArenaDamagedError(file, f"table {name!r} refers to record {record} of {count}")
-
-
-def _check_column(file: object, name: str, records: U32, count: int) -> None:
-    if records.size and records.max() >= count:
-        present = records[records != ABSENT]
-        if present.size and present.max() >= count:
-            raise ArenaDamagedError(file, f"field {name!r} refers to record {present.max()} of {count}")
 
 
 def check_records_used_once(file: object, catalog: ArenaCatalog) -> None:

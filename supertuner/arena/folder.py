@@ -10,13 +10,12 @@ import re
 import stat
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-from supertuner.arena import locks
-from supertuner.core.errors import ArenaDamagedError, ArenaError, ArenaFullError, ArenaMissingError
+from supertuner.core.closing import ClosingContextManager
+from supertuner.core.errors import ArenaDamagedError, ArenaError, ArenaFullError
 from supertuner.core.types import bytes_text
 
 REMOVED_PREFIX = ".gone-"
@@ -30,13 +29,13 @@ _NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 
 
 @dataclass(slots=True)
-class ArenaFolder:
+class ArenaFolder(ClosingContextManager):
     """An open arena folder. Files are opened relative to its descriptor, so a renamed or replaced path
     does not matter.
     """
 
     path: Path
-    fd: int = field(default=-1)
+    fd: int
 
     @classmethod
     def open(cls, path: Path) -> ArenaFolder:
@@ -45,12 +44,10 @@ class ArenaFolder:
         """
         try:
             return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
-        except (NotADirectoryError, OSError) as error:
-            if error.errno in (errno.ENOTDIR, errno.ELOOP):
-                raise ArenaDamagedError(
-                    path, "is a link or a file, not an arena folder", "remove it manually"
-                ) from error
-            raise
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            raise ArenaDamagedError(path, "is a link or a file, not an arena folder", "remove it manually") from error
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -58,8 +55,11 @@ class ArenaFolder:
             self.fd = -1
 
     def is_current(self) -> bool:
-        """Whether the arena's path still refers to this folder."""
-        return locks.leads_to(self.fd, str(self.path))
+        """Whether the arena's path still refers to this folder: it may have been replaced before it was locked."""
+        try:
+            return os.path.samestat(os.lstat(self.path), os.fstat(self.fd))
+        except FileNotFoundError:
+            return False
 
     def file_path(self, name: str) -> Path:
         return self.path / name
@@ -80,43 +80,40 @@ class ArenaFolder:
         """Open the lock file, creating it if it is missing. Raises FileNotFoundError if the folder itself
         was removed.
         """
-        try:
+        with translate_os_errors(self.file_path(name), passing=FileNotFoundError):
             return self._open_relative(name, os.O_RDWR | os.O_CREAT)
-        except FileNotFoundError:
-            raise
-        except OSError:
-            with translate_os_errors(self.file_path(name)):
-                raise
 
     def open_file(self, name: str) -> int:
         """Open a regular file for reading. Raises ArenaDamagedError if it is missing, a link or a device."""
         try:
             fd = self._open_relative(name, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
-            problem = {errno.ENOENT: "is missing", errno.ELOOP: "is a link"}.get(
-                error.errno or 0, f"cannot be opened: {error}"
-            )
+            problems = {errno.ENOENT: "is missing", errno.ELOOP: "is a link"}
+            problem = problems.get(error.errno or 0, f"cannot be opened: {error}")
             raise ArenaDamagedError(self.file_path(name), problem) from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise ArenaDamagedError(self.file_path(name), "is not a regular file")
         return fd
 
-    def read(self, name: str, limit: int) -> bytes:
-        """The first `limit` bytes of a file."""
+    @contextmanager
+    def opened(self, name: str) -> Iterator[int]:
+        """`open_file` for the duration of a block."""
         fd = self.open_file(name)
         try:
-            with translate_os_errors(self.file_path(name)):
-                return os.pread(fd, limit, 0)
+            yield fd
         finally:
             os.close(fd)
 
+    def read(self, name: str, limit: int) -> bytes:
+        """The first `limit` bytes of a file."""
+        with self.opened(name) as fd, translate_os_errors(self.file_path(name)):
+            return os.pread(fd, limit, 0)
+
     def unlink(self, name: str) -> None:
         """Remove a file if it exists."""
-        try:
+        with suppress(FileNotFoundError):  # removed already
             os.unlink(name, dir_fd=self.fd)
-        except FileNotFoundError:
-            return
 
     def names(self) -> list[str]:
         return sorted(os.listdir(self.fd))
@@ -126,9 +123,8 @@ class ArenaFolder:
 
         A folder with such a name belongs to the user: it is neither reclaimed nor removed.
         """
-        return next(
-            (name for name in self.names() if name not in _ARENA_FILES and not _SEGMENT_FILE.fullmatch(name)), None
-        )
+        names = (name for name in self.names() if name not in _ARENA_FILES)
+        return next((name for name in names if not _SEGMENT_FILE.fullmatch(name)), None)
 
     def segment_numbers(self, suffix: str = "journal") -> list[int]:
         """Numbers of the segments that have a file with this suffix."""
@@ -139,10 +135,8 @@ class ArenaFolder:
         """Bytes that the files occupy: allocated blocks, not file lengths."""
         total = 0
         for name in self.names():
-            try:
+            with suppress(FileNotFoundError):  # removed during the loop
                 total += os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512
-            except FileNotFoundError:  # removed during the loop
-                continue
         return total
 
     def _open_relative(self, name: str, flags: int) -> int:
@@ -177,49 +171,26 @@ def delete_folder(folder: ArenaFolder, path: Path) -> None:
 
 
 class translate_os_errors:  # a class and not a generator, because it wraps every write of a unit
-    """Convert OSError to ArenaError or ArenaFullError with file and remedy. FileExistsError passes:
-    callers handle it.
-    """
+    """Convert OSError to ArenaError or ArenaFullError with file and remedy; callers handle those of type `passing`."""
 
-    __slots__ = ("file",)
+    __slots__ = ("file", "passing")
 
-    def __init__(self, file: object) -> None:
-        self.file = file
+    def __init__(self, file: object, passing: type[OSError] = FileExistsError) -> None:
+        self.file, self.passing = file, passing
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, OSError) or isinstance(error, FileExistsError):
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if not isinstance(error, OSError) or isinstance(error, self.passing):
             return
         if error.errno in _NO_SPACE_ERRNOS:
-            raise ArenaFullError(_no_space_message(self.file, error)) from error
-        raise ArenaError(
-            f"{self.file}: {error.strerror or error}; check the disk or memory below it, "
-            "or use another home (arena.home, arena.disk_home)"
-        ) from error
-
-
-@contextmanager
-def unless_abandoned(folder: ArenaFolder) -> Iterator[None]:
-    """Raise ArenaMissingError instead of a damage error if the owner has abandoned the build in the meantime."""
-    try:
-        yield
-    except (ArenaDamagedError, FileNotFoundError) as error:
-        if folder.is_current():
-            raise
-        raise ArenaMissingError(f"{folder.path}: its owner abandoned the build; build it again") from error
-
-
-def _no_space_message(file: object, error: OSError) -> str:
-    parent = Path(str(file)).parent
-    left_text = ""
-    if parent.is_dir():
-        file_system = os.statvfs(parent)
-        left_text = f" ({bytes_text(file_system.f_bavail * file_system.f_frsize)} left in {parent.parent})"
-    return (
-        f"{file}: {error.strerror}{left_text}; free space with `supertuner arena rm`, enlarge that file system, "
-        "or name another home (arena.home, arena.disk_home)"
-    )
+            parent, left = Path(str(self.file)).parent, ""
+            if parent.is_dir():
+                file_system = os.statvfs(parent)
+                left = f" ({bytes_text(file_system.f_bavail * file_system.f_frsize)} left in {parent.parent})"
+            remedy = "free space with `supertuner arena rm`, enlarge that file system, or name another home"
+            message = f"{self.file}: {error.strerror}{left}; {remedy} (arena.home, arena.disk_home)"
+            raise ArenaFullError(message) from error
+        remedy = "check the disk or memory below it, or use another home (arena.home, arena.disk_home)"
+        raise ArenaError(f"{self.file}: {error.strerror or error}; {remedy}") from error

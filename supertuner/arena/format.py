@@ -4,9 +4,11 @@ packing produces.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import xxhash
@@ -86,7 +88,7 @@ class RecordKind:
 
     def raw_nbytes(self) -> int | None:
         """Bytes of such a record before compression; None where the shape is not fixed."""
-        return None if self.shape is None else self.itemsize * _product(self.shape)
+        return None if self.shape is None else self.itemsize * math.prod(self.shape)
 
     def shape_for(self, raw_nbytes: int) -> tuple[int, ...]:
         return (raw_nbytes // self.itemsize,) if self.shape is None else self.shape
@@ -109,11 +111,6 @@ def check_arena_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ArenaError(f"{name!r} is not a valid arena name; use 1 to 128 of A-Z a-z 0-9 . _ - and no leading dot")
     return name
-
-
-def check_codec(codec: str) -> str:
-    assert _CODEC.fullmatch(codec), f"codec {codec!r}: use 1 to 16 of a-z 0-9 _ -"
-    return codec
 
 
 def segment_name(number: int, suffix: str) -> str:
@@ -152,24 +149,20 @@ def unpack_header(file: object, content: bytes, magic: bytes, nbytes: int) -> tu
         raise ArenaDamagedError(file, f"its header is truncated: {len(content)} of {nbytes} bytes")
     found_magic, version, _, uuid = _PRELUDE.unpack_from(content)
     if found_magic != magic:
-        raise ArenaDamagedError(
-            file, f"begins with {found_magic!r} instead of {magic!r}; it is not an arena file, or it was overwritten"
-        )
+        found = f"begins with {found_magic!r} instead of {magic!r}"
+        raise ArenaDamagedError(file, f"{found}; it is not an arena file, or it was overwritten")
     if version != VERSION:
-        raise ArenaDamagedError(
-            file,
-            f"has version {version} of the arena format; this SuperTuner reads version {VERSION}",
-            "use the SuperTuner that wrote it, or remove it with `supertuner arena rm` and stage again",
-        )
+        problem = f"has version {version} of the arena format; this SuperTuner reads version {VERSION}"
+        remedy = "use the SuperTuner that wrote it, or remove it with `supertuner arena rm` and stage again"
+        raise ArenaDamagedError(file, problem, remedy)
     if _U64.unpack_from(content, nbytes - 8)[0] != xxhash.xxh3_64_intdigest(content[: nbytes - 8]):
         raise ArenaDamagedError(file, "the checksum of its header does not match")
     return uuid, content[_PRELUDE.size : nbytes - 8]
 
 
 def pack_head(head: ArenaHead) -> bytes:
-    life = head.life
-    kind = _LIFETIME_CODES.index(life) if isinstance(life, str) else _LIFETIME_CODES.index("hours")
-    body = _HEAD.pack(head.created, kind, head.resumable, 0.0 if isinstance(life, str) else life)
+    kind, hours = (head.life, 0.0) if isinstance(head.life, str) else ("hours", head.life)
+    body = _HEAD.pack(head.created, _LIFETIME_CODES.index(kind), head.resumable, hours)
     return pack_header(HEAD_MAGIC, head.uuid, body, HEAD_NBYTES)
 
 
@@ -204,18 +197,18 @@ def check_segment_header(file: object, content: bytes, magic: bytes, uuid: bytes
     if found_number != number:
         raise ArenaDamagedError(file, f"contains segment {found_number}, but its name says segment {number}")
     if kind not in (UNIT_SEGMENT, TABLE_SEGMENT) or (page, big_page) != (PAGE, BIG_PAGE):
-        raise ArenaDamagedError(
-            file, f"has kind {kind} and pages of {page} and {big_page} bytes, which this version does not know"
-        )
+        found = f"kind {kind} and pages of {page} and {big_page} bytes"
+        raise ArenaDamagedError(file, f"has {found}, which this version does not know")
     return int(kind)
 
 
+@lru_cache(maxsize=1024)
 def pack_kind(kind: RecordKind) -> bytes:
     shape = kind.shape or ()
     assert len(shape) <= MAX_DIMS, f"{len(shape)} dimensions; an arena stores at most {MAX_DIMS}"
-    flat = kind.shape is None
+    assert _CODEC.fullmatch(kind.codec), f"codec {kind.codec!r}: use 1 to 16 of a-z 0-9 _ -"
     dims = tuple(shape) + (0,) * (MAX_DIMS - len(shape))
-    return _KIND.pack(check_codec(kind.codec).encode(), DTYPES[kind.dtype][0], len(shape), flat, *dims)
+    return _KIND.pack(kind.codec.encode(), DTYPES[kind.dtype][0], len(shape), kind.shape is None, *dims)
 
 
 def unpack_kind(file: object, row: bytes) -> RecordKind:
@@ -230,10 +223,3 @@ def unpack_kind(file: object, row: bytes) -> RecordKind:
     if pack_kind(kind) != row or (kind.raw_nbytes() or 0) > MAX_NBYTES:
         raise ArenaDamagedError(file, f"impossible record kind: {kind}")
     return kind
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for side in shape:
-        result *= side
-    return result

@@ -53,15 +53,14 @@ def find_uniform_records(catalog: ArenaCatalog, field: str) -> UniformRecords | 
     if not len(column) or column[0] == ABSENT:
         return None
     kind, nbytes = catalog.kind[column[0]], catalog.nbytes[column[0]]
-    for begin in range(0, len(column), _CHUNK_RECORDS):
-        records = column[begin : begin + _CHUNK_RECORDS]
-        if records.max() == ABSENT:
-            return None
-        if (catalog.kind[records] != kind).any() or (catalog.nbytes[records] != nbytes).any():
-            return None
     record_kind = catalog.record_kind(int(kind))
     if record_kind.codec != "raw":
         return None
+    for begin in range(0, len(column), _CHUNK_RECORDS):
+        records = column[begin : begin + _CHUNK_RECORDS]
+        absent = records.max() == ABSENT
+        if absent or (catalog.kind[records] != kind).any() or (catalog.nbytes[records] != nbytes).any():
+            return None
     return UniformRecords(record_kind.dtype, record_kind.shape_for(int(nbytes)), int(nbytes))
 
 
@@ -185,10 +184,5 @@ def _check_row(catalog: ArenaCatalog, records: U32, dtype: str, row_shape: tuple
     return int(nbytes[0])
 
 
-def _numpy_names() -> dict[str, str]:
-    """`<f4` → `float32`. A table, because numpy's own name property takes microseconds."""
-    plain = [name for name in DTYPES if not name.startswith(("bfloat", "float8"))]
-    return {np.dtype(name).str: name for name in plain}
-
-
-_NUMPY_NAMES = _numpy_names()
+_NUMPY_NAMES = {np.dtype(name).str: name for name in DTYPES if not name.startswith(("bfloat", "float8"))}
+"""`<f4` → `float32`. A table, because numpy's own name property takes microseconds."""

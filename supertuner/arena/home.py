@@ -6,8 +6,9 @@ import os
 import stat
 import time
 import uuid
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from supertuner.arena import locks
@@ -24,15 +25,14 @@ from supertuner.arena.folder import (
     delete_folder,
     remove_arena,
     translate_os_errors,
-    unless_abandoned,
 )
 from supertuner.arena.format import ArenaHead, ArenaLifetime, check_arena_name, pack_head
 from supertuner.arena.index import open_sealed, read_head
-from supertuner.arena.live_reader import LiveArenaReader
 from supertuner.arena.mapping import map_segments
 from supertuner.arena.reader import ArenaReader, VerifyMode
 from supertuner.arena.segments import restore_segments
 from supertuner.core.bulk_io import write_all
+from supertuner.core.closing import close_on_error
 from supertuner.core.errors import ArenaBusyError, ArenaDamagedError, ArenaError, ArenaExistsError, ArenaMissingError
 
 HOME_MARKER = ".supertuner-arenas"
@@ -64,11 +64,13 @@ class ArenaHome:
         if status.st_uid != os.geteuid():
             raise ArenaError(f"{self.path}: belongs to user {status.st_uid}; set arena.home to a folder of your own")
         if status.st_mode & 0o022:
-            raise ArenaError(
-                f"{self.path}: other users can write to it; run `chmod go-w {self.path}`, "
-                "or set arena.home to another folder"
-            )
-        self._check_is_home()
+            remedy = f"run `chmod go-w {self.path}`, or set arena.home to another folder"
+            raise ArenaError(f"{self.path}: other users can write to it; {remedy}")
+        with translate_os_errors(self.path):
+            names = os.listdir(self.path)
+        if names and HOME_MARKER not in names:  # else a sweep might delete files of others
+            remedy = "set arena.home or arena.disk_home to an empty folder, or to one that does not exist yet"
+            raise ArenaError(f"{self.path}: contains other files ({sorted(names)[0]!r}); {remedy}")
 
     def side_folder(self, name: str) -> Path:
         """Create a hidden folder of this home that is not an arena. A sweep never deletes it."""
@@ -85,37 +87,21 @@ class ArenaHome:
 
     def stored_bytes(self, name: str) -> int:
         """Bytes that an arena occupies, sealed or not; 0 if it does not exist."""
-        try:
-            folder = ArenaFolder.open(self.path / check_arena_name(name))
-        except FileNotFoundError:
-            return 0
-        try:
+        path = self.path / check_arena_name(name)
+        with suppress(FileNotFoundError), ArenaFolder.open(path) as folder:  # no arena takes no space
             return folder.stored_bytes()
-        finally:
-            folder.close()
+        return 0
 
     def attach(self, name: str, *, verify: VerifyMode = "on_demand") -> ArenaReader:
         """Open a sealed arena and validate it. Raises ArenaMissingError if there is none."""
-        folder = self._open_locked(name)
-        try:
+        with close_on_error(self._open_locked(name)) as folder:
             if not folder.has(INDEX_FILE):
                 raise ArenaMissingError(f"{folder.path}: is not sealed; its build is in progress or has died")
             head, catalog = open_sealed(folder)
             memory = map_segments(folder, catalog.segments, catalog.total_bytes)
-        except BaseException:
-            folder.close()
-            raise
-        return ArenaReader(folder, catalog, memory, verify, on_close=lambda: self._sweep_run_arena(head, name))
-
-    def attach_live(self, name: str) -> LiveArenaReader:
-        """Open an arena that may still be growing; call `refresh()` to read new units."""
-        folder = self._open_locked(name)
-        try:
-            with unless_abandoned(folder):
-                return LiveArenaReader(folder, self._read_head(folder))
-        except BaseException:
-            folder.close()
-            raise
+        # the last reader of a `run` arena deletes it
+        on_close = partial(self._sweep_arena, name) if head.life == "run" else None
+        return ArenaReader(folder, catalog, memory, verify, on_close)
 
     def build(
         self, name: str, *, life: ArenaLifetime = "until_removed", wait_s: float = 0.0, resume: bool = False
@@ -158,40 +144,29 @@ class ArenaHome:
 
     def join(self, name: str) -> BuildParticipant:
         """Take part in a build that another process owns. Raises ArenaMissingError if no build is in progress."""
-        folder = self._open_locked(name)
-        try:
-            with unless_abandoned(folder):
+        with close_on_error(self._open_locked(name)) as folder:
+            try:
                 if folder.has(INDEX_FILE) or not is_building(folder):
                     raise ArenaMissingError(f"{folder.path}: no process is building it")
-                return BuildParticipant(folder, self._read_head(folder))
-        except BaseException:
-            folder.close()
-            raise
+                if not folder.has(HEAD_FILE):
+                    raise ArenaMissingError(f"{folder.path}: its build has not started")
+                return BuildParticipant(folder, read_head(folder))
+            except (ArenaDamagedError, FileNotFoundError) as error:
+                if folder.is_current():
+                    raise
+                raise ArenaMissingError(f"{folder.path}: its owner abandoned the build; build it again") from error
 
     def remove(self, name: str) -> None:
         """Remove an arena. Raises ArenaBusyError while a process is attached."""
-        folder = self._open_folder(name)
-        try:
+        with self._open_folder(name) as folder:
             if not locks.lock(folder.fd, exclusive=True):
                 raise ArenaBusyError(f"{folder.path}: is in use by another process; end that process first")
             if folder.is_current():
                 remove_arena(folder)
-        finally:
-            folder.close()
 
     def sweep(self) -> list[str]:
         """Delete what dead builders left and arenas whose lifetime is over; return their names."""
         return [name for name in sorted(os.listdir(self.path)) if self._sweep_arena(name)]
-
-    def _check_is_home(self) -> None:
-        """Refuse a folder that holds files but no marker, so that a sweep never deletes files of others."""
-        with translate_os_errors(self.path):
-            names = os.listdir(self.path)
-        if names and HOME_MARKER not in names:
-            raise ArenaError(
-                f"{self.path}: contains other files ({sorted(names)[0]!r}); set arena.home or arena.disk_home to an "
-                "empty folder, or to one that does not exist yet"
-            )
 
     def _write_marker(self) -> None:
         """Mark this folder as an arena home."""
@@ -200,24 +175,20 @@ class ArenaHome:
 
     def _try_build(self, path: Path, life: ArenaLifetime, wait_s: float, resume: bool) -> ArenaBuild | None:
         """None if the folder disappeared or was wiped: the caller tries again."""
-        folder, builder, head = ArenaFolder(path), -1, None
-        try:
-            folder = ArenaFolder.open(path)
+        with ExitStack() as stack, suppress(FileNotFoundError):  # the folder disappeared
+            folder = stack.enter_context(ArenaFolder.open(path))
             if not locks.lock(folder.fd, exclusive=False, wait_s=wait_s):
                 raise ArenaBusyError(f"{path}: is being removed by another process")
             check_only_arena_files(folder)
             builder = folder.open_lock(BUILDER_FILE)
+            stack.callback(os.close, builder)
             # From here on everything is visible that other processes did before they released either lock.
             if not locks.lock(builder, exclusive=True, wait_s=wait_s):
                 raise ArenaBusyError(f"{path}: another process is building it; wait for it or end it")
-            if folder.is_current():
-                head = self._begin_build(folder, life, resume)
-            return None if head is None else ArenaBuild(folder, builder, head)
-        except FileNotFoundError:
-            return None
-        finally:
-            if head is None:
-                _close_folder(folder, builder)
+            if folder.is_current() and (head := self._begin_build(folder, life, resume)) is not None:
+                stack.pop_all()
+                return ArenaBuild(folder, builder, head)
+        return None
 
     def _begin_build(self, folder: ArenaFolder, life: ArenaLifetime, resume: bool) -> ArenaHead | None:
         """The head of the build that this process now owns; None if remains of an earlier build had to be deleted
@@ -233,9 +204,7 @@ class ArenaHome:
             restore_segments(folder, existing_head.uuid)
             return replace(existing_head, resumable=True)
         if not locks.lock(folder.fd, exclusive=True):
-            raise ArenaBusyError(
-                f"{folder.path}: its builder died, but another process still has it open; end that process first"
-            )
+            raise ArenaBusyError(f"{folder.path}: its builder died, but another process has it open; end that process")
         if folder.is_current():
             remove_arena(folder)
         return None
@@ -258,11 +227,6 @@ class ArenaHome:
                 return folder
             folder.close()
 
-    def _read_head(self, folder: ArenaFolder) -> ArenaHead:
-        if not folder.has(HEAD_FILE):
-            raise ArenaMissingError(f"{folder.path}: its build has not started")
-        return read_head(folder)
-
     def _arena_info(self, name: str) -> ArenaInfo | None:
         try:
             folder = ArenaFolder.open(self.path / name)
@@ -270,28 +234,17 @@ class ArenaHome:
             return None
         except ArenaDamagedError as error:
             return ArenaInfo(name, "damaged", 0, problem=str(error))
-        try:
+        with folder:
             info = describe_arena(folder)
             return info if folder.is_current() else None
-        finally:
-            folder.close()
-
-    def _sweep_run_arena(self, head: ArenaHead, name: str) -> None:
-        """Delete a `run` arena when its last reader closes."""
-        if head.life == "run":
-            self._sweep_arena(name)
 
     def _sweep_arena(self, name: str) -> bool:
         try:
             folder = ArenaFolder.open(self.path / name)
         except (FileNotFoundError, ArenaDamagedError):  # removed, or not an arena: `arena ls` shows it
             return False
-        try:
-            if (
-                not locks.try_lock(folder.fd, exclusive=True)
-                or not folder.is_current()
-                or folder.find_foreign_name() is not None
-            ):
+        with folder:
+            if not locks.try_lock(folder.fd, exclusive=True) or not folder.is_current() or folder.find_foreign_name():
                 return False
             if name.startswith(REMOVED_PREFIX):
                 delete_folder(folder, folder.path)
@@ -300,14 +253,6 @@ class ArenaHome:
                 return False
             remove_arena(folder)
             return True
-        finally:
-            folder.close()
-
-
-def _close_folder(folder: ArenaFolder, builder: int) -> None:
-    folder.close()
-    if builder >= 0:
-        os.close(builder)
 
 
 def _write_head(folder: ArenaFolder, head: ArenaHead) -> ArenaHead:

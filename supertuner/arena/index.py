@@ -11,43 +11,29 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from supertuner.arena import format as fmt
 from supertuner.arena.catalog import KIND_ROW, ArenaCatalog, ArenaSegment, SortedKeys, next_segment_base
 from supertuner.arena.catalog_checks import check_catalog
 from supertuner.arena.folder import HEAD_FILE, INDEX_FILE, INDEX_TEMPORARY_FILE, ArenaFolder, translate_os_errors
-from supertuner.arena.format import (
-    DATA_MAGIC,
-    HEAD_NBYTES,
-    INDEX_MAGIC,
-    INDEX_NBYTES,
-    MAX_FIELDS,
-    MAX_INFO_NBYTES,
-    PAGE,
-    ArenaHead,
-    check_segment_header,
-    pack_header,
-    round_up,
-    segment_name,
-    unpack_head,
-    unpack_header,
-)
+from supertuner.arena.format import ArenaHead
 from supertuner.core.bulk_io import write_all
 from supertuner.core.errors import ArenaDamagedError, ArenaError
 from supertuner.core.types import JSON
 
 _ALIGN = 64
 _COUNTS = struct.Struct("<7Q")
+_RECORD_COLUMNS = ("offset", "nbytes", "raw_nbytes", "checksum", "kind")
 _SEGMENT_ROW = np.dtype([("number", "<u4"), ("kind", "<u4"), ("records", "<u8"), ("nbytes", "<u8")])
 
 
-@dataclass(frozen=True, slots=True)
-class IndexCounts:
+class IndexCounts(NamedTuple):
     units: int
     records: int
     kinds: int
@@ -70,10 +56,7 @@ class IndexSection:
 def index_sections(counts: IndexCounts) -> list[IndexSection]:
     """The position of every column."""
     columns: list[tuple[str, np.dtype[Any], int]] = [
-        ("offset", np.dtype("<u8"), counts.records),
-        ("nbytes", np.dtype("<u8"), counts.records),
-        ("raw_nbytes", np.dtype("<u8"), counts.records),
-        ("checksum", np.dtype("<u8"), counts.records),
+        *((name, np.dtype("<u8"), counts.records) for name in ("offset", "nbytes", "raw_nbytes", "checksum")),
         ("key_end", np.dtype("<u8"), counts.units),
         ("kind", np.dtype("<u4"), counts.records),
         ("fields", np.dtype("<u4"), counts.fields * counts.units),
@@ -82,19 +65,19 @@ def index_sections(counts: IndexCounts) -> list[IndexSection]:
         ("keys", np.dtype("u1"), counts.key_nbytes),
         ("info", np.dtype("u1"), counts.info_nbytes),
     ]
-    laid_out, at = [], INDEX_NBYTES
+    laid_out, at = [], fmt.INDEX_NBYTES
     for name, dtype, count in columns:
-        end = round_up(at + dtype.itemsize * count, _ALIGN)
+        end = fmt.round_up(at + dtype.itemsize * count, _ALIGN)
         laid_out.append(IndexSection(name, dtype, count, at, end))
         at = end
     return laid_out
 
 
-def write_index(folder: ArenaFolder, catalog: ArenaCatalog, keys: list[bytes], meta: Mapping[str, JSON]) -> None:
-    """Seal the arena: write the complete index to a temporary file, sync it, and rename it. `keys` are sorted."""
-    columns = _index_columns(catalog, keys, _info_json(catalog, meta))
+def write_index(folder: ArenaFolder, catalog: ArenaCatalog, meta: Mapping[str, JSON]) -> None:
+    """Seal the arena: write the complete index to a temporary file, sync it, and rename it."""
+    columns = _index_columns(catalog, _info_json(catalog, meta))
     counts = IndexCounts(
-        units=len(keys),
+        units=len(catalog.keys),
         records=len(catalog.offset),
         kinds=len(catalog.kinds),
         fields=len(catalog.fields),
@@ -107,8 +90,8 @@ def write_index(folder: ArenaFolder, catalog: ArenaCatalog, keys: list[bytes], m
     try:
         with translate_os_errors(folder.file_path(INDEX_FILE)):
             checksums = [_write_section(fd, section, columns[section.name]) for section in index_sections(counts)]
-            body = _COUNTS.pack(*astuple(counts)) + struct.pack(f"<{len(checksums)}Q", *checksums)
-            write_all(fd, pack_header(INDEX_MAGIC, catalog.uuid, body, INDEX_NBYTES), 0)
+            body = _COUNTS.pack(*counts) + struct.pack(f"<{len(checksums)}Q", *checksums)
+            write_all(fd, fmt.pack_header(fmt.INDEX_MAGIC, catalog.uuid, body, fmt.INDEX_NBYTES), 0)
             os.fsync(fd)
             os.rename(INDEX_TEMPORARY_FILE, INDEX_FILE, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
             os.fsync(folder.fd)
@@ -119,26 +102,25 @@ def write_index(folder: ArenaFolder, catalog: ArenaCatalog, keys: list[bytes], m
 def read_index(folder: ArenaFolder, uuid: bytes) -> ArenaCatalog:
     """The validated catalog of a sealed arena, without copies, over a shared mapping of the index."""
     file = folder.file_path(INDEX_FILE)
-    fd = folder.open_file(INDEX_FILE)
-    try:
-        with translate_os_errors(file):
-            size = os.fstat(fd).st_size
-            found_uuid, body = unpack_header(file, os.pread(fd, INDEX_NBYTES, 0), INDEX_MAGIC, INDEX_NBYTES)
-            counts = IndexCounts(*_COUNTS.unpack_from(body))
-            section_list = index_sections(counts)
-            _check_header(file, found_uuid == uuid, counts, size)
-            memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
-    finally:
-        os.close(fd)
-    _check_sections(file, memory, section_list, struct.unpack_from(f"<{len(section_list)}Q", body, _COUNTS.size))
-    parts = {s.name: np.frombuffer(memory, s.dtype, s.count, s.begin) for s in section_list}
+    with folder.opened(INDEX_FILE) as fd, translate_os_errors(file):
+        size, header = os.fstat(fd).st_size, os.pread(fd, fmt.INDEX_NBYTES, 0)
+        found_uuid, body = fmt.unpack_header(file, header, fmt.INDEX_MAGIC, fmt.INDEX_NBYTES)
+        counts = IndexCounts(*_COUNTS.unpack_from(body))
+        sections = index_sections(counts)
+        _check_header(file, found_uuid == uuid, counts, size, sections[-1].end)
+        memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    checksums = struct.unpack_from(f"<{len(sections)}Q", body, _COUNTS.size)
+    for section, checksum in zip(sections, checksums, strict=True):
+        if xxhash.xxh3_64_intdigest(memoryview(memory)[section.begin : section.end]) != checksum:
+            raise ArenaDamagedError(file, f"the checksum of its section {section.name} does not match")
+    parts = {s.name: np.frombuffer(memory, s.dtype, s.count, s.begin) for s in sections}
     catalog = _build_catalog(file, uuid, counts, parts)
     check_catalog(file, catalog)
     return catalog
 
 
 def read_head(folder: ArenaFolder) -> ArenaHead:
-    return unpack_head(folder.file_path(HEAD_FILE), folder.read(HEAD_FILE, HEAD_NBYTES + 1))
+    return fmt.unpack_head(folder.file_path(HEAD_FILE), folder.read(HEAD_FILE, fmt.HEAD_NBYTES + 1))
 
 
 def open_sealed(folder: ArenaFolder) -> tuple[ArenaHead, ArenaCatalog]:
@@ -153,43 +135,32 @@ def open_sealed(folder: ArenaFolder) -> tuple[ArenaHead, ArenaCatalog]:
 
 
 def _check_data_file(folder: ArenaFolder, uuid: bytes, segment: ArenaSegment) -> None:
-    name = segment_name(segment.number, "data")
-    fd = folder.open_file(name)
-    try:
-        with translate_os_errors(folder.file_path(name)):
-            size, page = os.fstat(fd).st_size, os.pread(fd, PAGE, 0)
-    finally:
-        os.close(fd)
-    kind = check_segment_header(folder.file_path(name), page, DATA_MAGIC, uuid, segment.number)
-    if kind != segment.kind:
-        raise ArenaDamagedError(folder.file_path(name), f"has kind {kind}; the index lists {segment.kind}")
-    if size != segment.nbytes:
-        raise ArenaDamagedError(folder.file_path(name), f"has {size} bytes; the index lists {segment.nbytes}")
+    name = fmt.segment_name(segment.number, "data")
+    file = folder.file_path(name)
+    with folder.opened(name) as fd, translate_os_errors(file):
+        size, page = os.fstat(fd).st_size, os.pread(fd, fmt.PAGE, 0)
+    kind = fmt.check_segment_header(file, page, fmt.DATA_MAGIC, uuid, segment.number)
+    if (kind, size) != (segment.kind, segment.nbytes):
+        listed = f"kind {segment.kind} and {segment.nbytes} bytes"
+        raise ArenaDamagedError(file, f"has kind {kind} and {size} bytes; the index lists {listed}")
 
 
-def _check_header(file: object, same_arena: bool, counts: IndexCounts, size: int) -> None:
+def _check_header(file: object, same_arena: bool, counts: IndexCounts, size: int, expected_size: int) -> None:
     if not same_arena:
         raise ArenaDamagedError(file, "belongs to a different arena than the `head` in the same folder")
-    expected = index_sections(counts)[-1].end
-    if expected != size:
-        raise ArenaDamagedError(file, f"has {size} bytes; its header implies {expected}")
-    if counts.info_nbytes > MAX_INFO_NBYTES or counts.fields > MAX_FIELDS:
-        raise ArenaDamagedError(
-            file,
-            f"has {counts.fields} fields and {counts.info_nbytes} bytes of description, more than the format allows",
-        )
-
-
-def _check_sections(file: object, memory: mmap.mmap, layout: list[IndexSection], checksums: tuple[int, ...]) -> None:
-    view = memoryview(memory)
-    for section, checksum in zip(layout, checksums, strict=True):
-        if xxhash.xxh3_64_intdigest(view[section.begin : section.end]) != checksum:
-            raise ArenaDamagedError(file, f"the checksum of its section {section.name} does not match")
+    if size != expected_size:
+        raise ArenaDamagedError(file, f"has {size} bytes; its header implies {expected_size}")
+    if counts.info_nbytes > fmt.MAX_INFO_NBYTES or counts.fields > fmt.MAX_FIELDS:
+        contents = f"{counts.fields} fields and {counts.info_nbytes} bytes of description"
+        raise ArenaDamagedError(file, f"has {contents}, more than the format allows")
 
 
 def _build_catalog(file: object, uuid: bytes, counts: IndexCounts, parts: dict[str, NDArray[Any]]) -> ArenaCatalog:
     info = _read_info(file, parts["info"].tobytes(), counts.fields)
-    _check_key_ends(file, parts["key_end"], counts.key_nbytes)
+    ends = parts["key_end"]
+    last = int(ends[-1]) if len(ends) else 0
+    if last != counts.key_nbytes or (len(ends) and ends[0] == 0) or (ends[1:] <= ends[:-1]).any():
+        raise ArenaDamagedError(file, "its keys do not fill their section exactly")
     segments, base = [], 0
     for number, kind, records, nbytes in parts["segments"].tolist():
         segments.append(ArenaSegment(number, kind, records, nbytes, base))
@@ -199,24 +170,19 @@ def _build_catalog(file: object, uuid: bytes, counts: IndexCounts, parts: dict[s
         uuid=uuid,
         segments=tuple(segments),
         fields=dict(zip(info["fields"], columns, strict=True)),
-        keys=SortedKeys(parts["key_end"].data, parts["keys"].data),
+        keys=SortedKeys(ends, parts["keys"]),
         tables=info["tables"],
         meta=info["meta"],
-        **{name: parts[name] for name in ("offset", "nbytes", "raw_nbytes", "checksum", "kind", "kinds")},
+        kinds=parts["kinds"],
+        **{name: parts[name] for name in _RECORD_COLUMNS},
     )
-
-
-def _check_key_ends(file: object, ends: NDArray[np.uint64], key_nbytes: int) -> None:
-    last = int(ends[-1]) if len(ends) else 0
-    if last != key_nbytes or (len(ends) and ends[0] == 0) or (ends[1:] <= ends[:-1]).any():
-        raise ArenaDamagedError(file, "its keys do not fill their section exactly")
 
 
 def _info_json(catalog: ArenaCatalog, meta: Mapping[str, JSON]) -> bytes:
     info = {"fields": list(catalog.fields), "tables": dict(catalog.tables), "meta": dict(meta)}
     text = json.dumps(info, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    if len(text) > MAX_INFO_NBYTES:
-        raise ArenaError(f"meta has {len(text)} bytes and an arena stores at most {MAX_INFO_NBYTES}; put it in a table")
+    if len(text) > fmt.MAX_INFO_NBYTES:
+        raise ArenaError(f"meta has {len(text)} bytes, more than {fmt.MAX_INFO_NBYTES}; put it in a table")
     return text
 
 
@@ -236,20 +202,16 @@ def _read_info(file: object, text: bytes, fields: int) -> dict[str, Any]:
     return info
 
 
-def _index_columns(catalog: ArenaCatalog, keys: list[bytes], info: bytes) -> dict[str, NDArray[Any]]:
+def _index_columns(catalog: ArenaCatalog, info: bytes) -> dict[str, NDArray[Any]]:
     rows = [(s.number, s.kind, s.records, s.nbytes) for s in catalog.segments]
     fields = list(catalog.fields.values())
     return {
-        "offset": catalog.offset,
-        "nbytes": catalog.nbytes,
-        "raw_nbytes": catalog.raw_nbytes,
-        "checksum": catalog.checksum,
-        "key_end": np.cumsum(np.fromiter(map(len, keys), np.uint64, len(keys)), dtype=np.uint64),
-        "kind": catalog.kind,
+        **{name: getattr(catalog, name) for name in _RECORD_COLUMNS},
+        "key_end": catalog.keys.ends,
         "fields": np.concatenate(fields) if fields else np.zeros(0, np.uint32),
         "segments": np.array(rows, _SEGMENT_ROW),
         "kinds": catalog.kinds,
-        "keys": np.frombuffer(b"".join(keys), np.uint8),
+        "keys": catalog.keys.content,
         "info": np.frombuffer(info, np.uint8),
     }
 

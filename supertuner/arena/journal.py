@@ -16,23 +16,16 @@ from typing import NamedTuple
 
 import xxhash
 
+from supertuner.arena import format as fmt
 from supertuner.arena.folder import ArenaFolder, translate_os_errors
-from supertuner.arena.format import (
-    JOURNAL_MAGIC,
-    JOURNAL_NBYTES,
-    KIND_NBYTES,
-    MAX_FIELDS,
-    MAX_KEY_NBYTES,
-    check_segment_header,
-    segment_name,
-)
+from supertuner.core.closing import ClosingContextManager
 from supertuner.core.errors import ArenaDamagedError
 
 _ENTRY = struct.Struct("<QQ")
 _BODY = struct.Struct("<II")
 _FIELD = struct.Struct("<QQQQHH")
 _CHUNK = 1 << 20
-assert _ENTRY.size + _BODY.size + MAX_KEY_NBYTES + MAX_FIELDS * (_FIELD.size + KIND_NBYTES + 256) < _CHUNK
+assert _ENTRY.size + _BODY.size + fmt.MAX_KEY_NBYTES + fmt.MAX_FIELDS * (_FIELD.size + fmt.KIND_NBYTES + 256) < _CHUNK
 
 
 class JournalField(NamedTuple):
@@ -85,43 +78,33 @@ def unpack_body(file: object, body: bytes) -> tuple[bytes, list[JournalField]]:
         at = _BODY.size + key_nbytes
         key = body[_BODY.size : at]
         fields = []
-        for _ in range(min(count, MAX_FIELDS)):
+        for _ in range(min(count, fmt.MAX_FIELDS)):
             *numbers, name_nbytes, kind_nbytes = _FIELD.unpack_from(body, at)
             split = at + _FIELD.size + name_nbytes
             at = split + kind_nbytes
-            fields.append(
-                JournalField(body[split - name_nbytes : split], body[split:at].ljust(KIND_NBYTES, b"\0"), *numbers)
-            )
+            name, kind = body[split - name_nbytes : split], body[split:at].ljust(fmt.KIND_NBYTES, b"\0")
+            fields.append(JournalField(name, kind, *numbers))
     except struct.error as error:
         raise ArenaDamagedError(file, "a journal entry is shorter than its header says") from error
-    if at != len(body) or not 0 < key_nbytes <= MAX_KEY_NBYTES:
-        raise ArenaDamagedError(
-            file, f"a journal entry of {len(body)} bytes lists {count} fields and a key of {key_nbytes} bytes"
-        )
+    if at != len(body) or not 0 < key_nbytes <= fmt.MAX_KEY_NBYTES:
+        listed = f"{count} fields and a key of {key_nbytes} bytes"
+        raise ArenaDamagedError(file, f"a journal entry of {len(body)} bytes lists {listed}")
     return key, fields
 
 
-class JournalReader:
+class JournalReader(ClosingContextManager):
     """Reads a segment's journal from the beginning up to the first incomplete entry."""
 
     def __init__(self, folder: ArenaFolder, number: int, uuid: bytes) -> None:
         """Raises ArenaDamagedError unless the file is the journal of this segment of this arena."""
-        self.number = number
-        self.file = folder.file_path(segment_name(number, "journal"))
-        self.position = JOURNAL_NBYTES
-        self.fd = folder.open_file(segment_name(number, "journal"))
-        try:
-            with translate_os_errors(self.file):
-                header = os.pread(self.fd, JOURNAL_NBYTES, 0)
-            self.kind = check_segment_header(self.file, header, JOURNAL_MAGIC, uuid, number)
-        except BaseException:
-            self.close()
-            raise
+        name = fmt.segment_name(number, "journal")
+        self.number, self.file, self.position = number, folder.file_path(name), fmt.JOURNAL_NBYTES
+        header = folder.read(name, fmt.JOURNAL_NBYTES)
+        self.kind = fmt.check_segment_header(self.file, header, fmt.JOURNAL_MAGIC, uuid, number)
+        self.fd = folder.open_file(name)
 
     def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        os.close(self.fd)
 
     def read_entries(self) -> Iterator[JournalEntry]:
         """Yield the entries after the last one returned, up to the end of the file or the first incomplete entry."""

@@ -12,7 +12,6 @@ A process tests a lock by taking it for an instant, so every attempt lasts at le
 from __future__ import annotations
 
 import fcntl
-import os
 import time
 
 GRACE_S = 0.25
@@ -51,12 +50,3 @@ def is_held(fd: int) -> bool:
         return True
     unlock(fd)
     return False
-
-
-def leads_to(fd: int, path: str) -> bool:
-    """Whether `path` still refers to the open file. It may have been replaced before the lock was acquired."""
-    try:
-        status = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(status, os.fstat(fd))

@@ -17,6 +17,7 @@ from supertuner.core.errors import ArenaError
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000  # Linux on x86-64 and aarch64; Python has a name for it only from 3.13 on
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -25,32 +26,20 @@ def map_segments(folder: ArenaFolder, segments: Sequence[ArenaSegment], total_by
     try:
         # Reserve one address range for the whole arena, then place each segment's file inside it with MAP_FIXED, so
         # that one memoryview and one offset column address every record.
-        memory = mmap.mmap(
-            -1, total_bytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-        )
+        memory = mmap.mmap(-1, total_bytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=_READ_WRITE)
     except OSError as error:
-        raise ArenaError(
-            f"{folder.path}: cannot map {total_bytes} bytes: {error.strerror}; raise `ulimit -v`, "
-            "or set vm.overcommit_memory to 0 or 1"
-        ) from error
+        remedy = "raise `ulimit -v`, or set vm.overcommit_memory to 0 or 1"
+        raise ArenaError(f"{folder.path}: cannot map {total_bytes} bytes: {error.strerror}; {remedy}") from error
     base_address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    libc_mmap = _libc_mmap()
+    libc_mmap = ctypes.CDLL(None, use_errno=True).mmap
+    libc_mmap.restype = ctypes.c_void_p
+    libc_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
     for segment in segments:
-        fd = folder.open_file(segment_name(segment.number, "data"))
-        try:
-            flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
-            address = base_address + segment.base
-            mapped_at = libc_mmap(address, segment.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-            if mapped_at == _MAP_FAILED:
-                file = folder.file_path(segment_name(segment.number, "data"))
-                raise ArenaError(f"{file}: cannot be mapped: {os.strerror(ctypes.get_errno())}")
-        finally:
-            os.close(fd)
+        name = segment_name(segment.number, "data")
+        with folder.opened(name) as fd:
+            mapped_at = libc_mmap(base_address + segment.base, segment.nbytes, _READ_WRITE, flags, fd, 0)
+        if mapped_at == _MAP_FAILED:
+            problem = os.strerror(ctypes.get_errno())
+            raise ArenaError(f"{folder.file_path(name)}: cannot be mapped: {problem}")
     return memory
-
-
-def _libc_mmap() -> ctypes._NamedFuncPointer:
-    function = ctypes.CDLL(None, use_errno=True).mmap
-    function.restype = ctypes.c_void_p
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    return function

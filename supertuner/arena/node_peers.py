@@ -61,7 +61,11 @@ class NodePeers:
     def publish(self, name: str, content: bytes) -> None:
         """Publish a message under a name; it replaces an earlier message of that name."""
         if self.folder is not None:
-            _write_atomically(self.message_file(name), content)
+            file = self.message_file(name)
+            temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+            with translate_os_errors(file):
+                temporary.write_bytes(content)
+                os.replace(temporary, file)  # so that the message appears complete
 
     def read_published(self, name: str) -> bytes | None:
         """The message of that name; None if there is none yet."""
@@ -119,10 +123,8 @@ class NodePeers:
         if state == _FAILED:
             raise PeerError(f"{peer} failed: {reason}")
         if state != _LEFT:
-            raise PeerError(
-                f"{peer} ended without recording a reason: it was killed, or the machine ran out of memory (see the "
-                "kernel log); start again: completed work is reused"
-            )
+            causes = "it was killed, or the machine ran out of memory (see the kernel log)"
+            raise PeerError(f"{peer} ended without recording a reason: {causes}; start again: completed work is reused")
 
 
 NO_PEERS = NodePeers()
@@ -144,9 +146,8 @@ def join_node_peers(
         fd = os.open(own_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         if not locks.lock(fd, exclusive=True):
-            raise ArenaError(
-                f"{own_file}: another process has local rank {local_rank} on this node; start them with torchrun"
-            )
+            problem = f"another process has local rank {local_rank} on this node"
+            raise ArenaError(f"{own_file}: {problem}; start them with torchrun")
         with translate_os_errors(own_file):
             _write_status(fd, _RUNNING)
         _remove_stale_folders(home.path, keep=folder)
@@ -178,15 +179,11 @@ def _is_locked(peer_file: Path) -> bool:
         os.close(fd)
 
 
-def _remove_unused(folder: Path) -> bool:
+def _remove_unused(folder: Path) -> None:
     """Remove the folder unless a process still holds a lock in it; the last process to leave removes it."""
-    try:
-        if any(_is_locked(folder / name) for name in os.listdir(folder) if name.isdigit()):
-            return False
-    except FileNotFoundError:
-        return False
-    shutil.rmtree(folder, ignore_errors=True)  # two processes that leave at once may both remove it
-    return True
+    with suppress(FileNotFoundError):  # two processes that leave at once may both remove it
+        if not any(_is_locked(folder / name) for name in os.listdir(folder) if name.isdigit()):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_stale_folders(home: Path, keep: Path) -> None:
@@ -194,20 +191,9 @@ def _remove_stale_folders(home: Path, keep: Path) -> None:
     for name in os.listdir(home):
         folder = home / name
         if name.startswith(_FOLDER_PREFIX) and folder != keep:
-            try:
-                stale = time.time() - folder.stat().st_mtime > _STALE_AFTER_S
-            except FileNotFoundError:
-                continue  # its processes have just left
-            if stale:
-                _remove_unused(folder)
-
-
-def _write_atomically(file: Path, content: bytes) -> None:
-    """Write a file that appears complete or not at all."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    with translate_os_errors(file):
-        temporary.write_bytes(content)
-        os.replace(temporary, file)
+            with suppress(FileNotFoundError):  # its processes have just left
+                if time.time() - folder.stat().st_mtime > _STALE_AFTER_S:
+                    _remove_unused(folder)
 
 
 def _write_status(fd: int, state: str, reason: str = "") -> None:

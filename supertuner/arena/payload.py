@@ -33,13 +33,6 @@ def as_bytes(payload: Payload) -> tuple[memoryview, RecordKind]:
     return (view if view.format == "B" and view.ndim == 1 else view.cast("B")), _BYTES_KIND
 
 
-def compressed_payload(payload: Payload, codec: str, raw_nbytes: int | None) -> tuple[memoryview, RecordKind, int]:
-    """(bytes, kind, raw size) of a compressed payload that unpacks to `raw_nbytes` bytes."""
-    content, _ = as_bytes(payload)
-    assert raw_nbytes is not None, f"a payload of codec {codec!r} needs raw_nbytes, its uncompressed size"
-    return content, RecordKind("uint8", None, codec), raw_nbytes
-
-
 def check_dtype(name: str) -> str:
     if name not in DTYPES:
         raise ValueError(f"an arena cannot store {name}; it stores {', '.join(DTYPES)}")
@@ -59,16 +52,12 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     try:
         return np.dtype(name)
     except TypeError as error:
-        raise ValueError(
-            f"numpy has no dtype {name}; read the record with tensor(), or its bytes with view()"
-        ) from error
+        raise ValueError(f"numpy has no dtype {name}; read the record with tensor() or view()") from error
 
 
 def _array_bytes(array: NDArray[Any]) -> tuple[memoryview, RecordKind]:
-    dtype = check_dtype(array.dtype.name)
-    little_endian = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    shape = None if array.ndim == 1 else array.shape
-    return _flat_bytes(little_endian), RecordKind(dtype, shape)
+    kind = RecordKind(check_dtype(array.dtype.name), None if array.ndim == 1 else array.shape)
+    return _flat_bytes(np.ascontiguousarray(array, array.dtype.newbyteorder("<"))), kind
 
 
 def _tensor_bytes(tensor: Any) -> tuple[memoryview, RecordKind]:
@@ -76,9 +65,8 @@ def _tensor_bytes(tensor: Any) -> tuple[memoryview, RecordKind]:
 
     assert tensor.device.type == "cpu", f"the tensor is on {tensor.device}; move it to the CPU first"
     dtype = check_dtype(str(tensor.dtype).removeprefix("torch."))
-    flat = tensor.detach().contiguous().reshape(-1)
-    shape = None if tensor.ndim == 1 else tuple(tensor.shape)
-    return _flat_bytes(flat.view(torch.uint8).numpy()), RecordKind(dtype, shape)
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return _flat_bytes(flat.numpy()), RecordKind(dtype, None if tensor.ndim == 1 else tuple(tensor.shape))
 
 
 def _flat_bytes(array: NDArray[Any]) -> memoryview:

@@ -6,27 +6,21 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from supertuner.arena.catalog import U32, ArenaCatalog, SortedKeys
+from supertuner.arena import gather
+from supertuner.arena.catalog import U32, ArenaCatalog
 from supertuner.arena.folder import INDEX_FILE, ArenaFolder
 from supertuner.arena.format import ABSENT, PAGE, RecordKind
-from supertuner.arena.gather import (
-    CopyThreads,
-    OutputBuffer,
-    UniformRecords,
-    UnitIndices,
-    check_output,
-    check_unit_indices,
-    find_uniform_records,
-    record_numbers,
-)
+from supertuner.arena.gather import OutputBuffer, UnitIndices, check_unit_indices, record_numbers
 from supertuner.arena.payload import numpy_dtype, torch_dtype
 from supertuner.arena.verify import VerificationStopped, check_record, verify_arena
+from supertuner.core.closing import ClosingContextManager
 from supertuner.core.errors import ArenaDamagedError, ArenaError
 from supertuner.core.events import NullSink, Progress
 from supertuner.core.types import JSON
@@ -40,7 +34,7 @@ before every read.
 """
 
 
-class ArenaReader:
+class ArenaReader(ClosingContextManager):
     """A reader of one arena. Views stay valid after `close()` for as long as they are referenced; `close()` releases
     the lock.
     """
@@ -51,16 +45,21 @@ class ArenaReader:
         catalog: ArenaCatalog,
         memory: mmap.mmap,
         verify: VerifyMode,
-        on_close: Callable[[], None],
+        on_close: Callable[[], object] | None = None,
     ) -> None:
-        self._folder = folder
-        self._on_close = on_close
+        self._folder, self._catalog, self._memory, self._on_close = folder, catalog, memory, on_close
         self._always_verify = verify == "always"
-        self._verification_error: ArenaDamagedError | ArenaError | None = None
+        self._verification_error: ArenaError | None = None
         self._stop = threading.Event()
-        self._copy_threads = CopyThreads()
+        self._copy_threads = gather.CopyThreads()
+        self._bytes = memoryview(memory).toreadonly()
+        self._pages = np.frombuffer(self._bytes, np.uint8).reshape(-1, PAGE)
+        # Columns are also kept as memoryviews, where reading a single number is cheap.
+        self._offset, self._nbytes, self._raw_nbytes = catalog.offset.data, catalog.nbytes.data, catalog.raw_nbytes.data
+        self._columns = {name: column.data for name, column in catalog.fields.items()}
+        self._record_kind_at = lru_cache(maxsize=1024)(catalog.record_kind)
+        self._uniform_records = cache(partial(gather.find_uniform_records, catalog))
         self._verify_thread: threading.Thread | None = None
-        self._set_catalog(catalog, memory)
         if verify == "background":
             self._verify_thread = threading.Thread(target=self._verify_in_background, name="arena-verify", daemon=True)
             self._verify_thread.start()
@@ -98,9 +97,8 @@ class ArenaReader:
         try:
             return key.decode()
         except UnicodeDecodeError as error:
-            raise ArenaDamagedError(
-                self._folder.file_path(INDEX_FILE), f"key {i} is not UTF-8: {key[:80]!r}"
-            ) from error
+            file = self._folder.file_path(INDEX_FILE)
+            raise ArenaDamagedError(file, f"key {i} is not UTF-8: {key[:80]!r}") from error
 
     def find(self, key: str) -> int | None:
         """The number of the unit with this key, or None."""
@@ -108,8 +106,7 @@ class ArenaReader:
 
     def fixed_width_keys(self, nbytes: int) -> NDArray[np.bytes_] | None:
         """All keys in order as one array, without a copy; None unless every key has `nbytes` bytes."""
-        keys = self._catalog.keys
-        return keys.fixed_width_array(nbytes) if isinstance(keys, SortedKeys) else None
+        return self._catalog.keys.fixed_width_array(nbytes)
 
     def record_fingerprints(self, field: str = "media") -> NDArray[np.uint64]:
         """One row per unit that identifies its record: checksum, stored bytes, uncompressed bytes, digest of the
@@ -148,10 +145,8 @@ class ArenaReader:
         dtype, shape = torch_dtype(kind.dtype), kind.shape_for(raw_nbytes)
         if not raw_nbytes:
             return torch.empty(shape, dtype=dtype)
-        flat = torch.frombuffer(
-            self._memory, dtype=dtype, count=raw_nbytes // kind.itemsize, offset=self._offset[record]
-        )
-        return flat.view(shape)
+        count, offset = raw_nbytes // kind.itemsize, self._offset[record]
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
 
     def codec(self, i: int, field: str = "media") -> str:
         return self._record_kind(self._record(i, field)).codec
@@ -173,7 +168,7 @@ class ArenaReader:
         self._check_readable(field)
         rows = self._uniform_records(field)
         records = record_numbers(self._catalog, check_unit_indices(indices, len(self)), field, rows)
-        flat, nbytes = check_output(self._catalog, records, out, rows)
+        flat, nbytes = gather.check_output(self._catalog, records, out, rows)
         self._copy_records(records, flat, nbytes, threads)
 
     def gather_tensors(self, indices: UnitIndices, *, threads: int = 1) -> dict[str, torch.Tensor]:
@@ -226,37 +221,13 @@ class ArenaReader:
             self._verify_thread.join()
         self._columns.clear()
         self._folder.close()
-        self._on_close()
-
-    def __enter__(self) -> ArenaReader:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _set_catalog(self, catalog: ArenaCatalog, memory: mmap.mmap) -> None:
-        """Set the content that the reader serves. Columns are also kept as memoryviews, where reading a single number
-        is cheap.
-        """
-        self._catalog = catalog
-        self._memory = memory
-        self._bytes = memoryview(memory).toreadonly()
-        self._offset, self._nbytes = catalog.offset.data, catalog.nbytes.data
-        self._raw_nbytes = catalog.raw_nbytes.data
-        self._columns = {name: column.data for name, column in catalog.fields.items()}
-        self._pages = np.frombuffer(self._bytes, np.uint8).reshape(-1, PAGE)
-        self._kinds: dict[int, RecordKind] = {}
-        self._uniform_by_field: dict[str, UniformRecords | None] = {}
-
-    def _uniform_records(self, field: str) -> UniformRecords | None:
-        if field not in self._uniform_by_field:
-            self._uniform_by_field[field] = find_uniform_records(self._catalog, field)
-        return self._uniform_by_field[field]
+        if self._on_close is not None:
+            self._on_close()
 
     def _copy_records(self, records: U32, flat: NDArray[np.uint8], nbytes: int, threads: int) -> None:
         if self._always_verify:
             for record in records.tolist():
-                check_record(self._folder, self._catalog, self._bytes, record)
+                self._check_record(record)
         self._copy_threads.copy(self._pages, self._catalog.offset[records], flat, nbytes, threads)
 
     def _record(self, i: int, field: str) -> int:
@@ -284,13 +255,7 @@ class ArenaReader:
             check_record(self._folder, self._catalog, self._bytes, record)
 
     def _record_kind(self, record: int) -> RecordKind:
-        number = int(self._catalog.kind[record])
-        kind = self._kinds.get(number)
-        if kind is None:
-            if len(self._kinds) > 1024:
-                self._kinds.clear()
-            kind = self._kinds[number] = self._catalog.record_kind(number)
-        return kind
+        return self._record_kind_at(int(self._catalog.kind[record]))
 
     def _raw_record_kind(self, record: int) -> RecordKind:
         kind = self._record_kind(record)
@@ -300,16 +265,14 @@ class ArenaReader:
 
     def _record_array(self, record: int) -> NDArray[Any]:
         kind, raw_nbytes = self._raw_record_kind(record), self._raw_nbytes[record]
-        dtype, count = numpy_dtype(kind.dtype), raw_nbytes // kind.itemsize
-        flat: NDArray[Any] = np.frombuffer(self._bytes, dtype, count, self._offset[record])
-        return flat.reshape(kind.shape_for(raw_nbytes))
+        count, offset = raw_nbytes // kind.itemsize, self._offset[record]
+        return np.frombuffer(self._bytes, numpy_dtype(kind.dtype), count, offset).reshape(kind.shape_for(raw_nbytes))
 
     def _verify_in_background(self) -> None:
         """Verify in the background at low priority. A read after this raises the error that it found."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        phase = NullSink().phase("")
         try:
-            verify_arena(self._folder, phase, self._stop.is_set)
+            verify_arena(self._folder, NullSink().phase(""), self._stop.is_set)
         except VerificationStopped:
             return
         except ArenaError as error:

@@ -57,10 +57,9 @@ def check_record(folder: ArenaFolder, catalog: ArenaCatalog, view: memoryview, r
     begin, nbytes = int(catalog.offset[record]), int(catalog.nbytes[record])
     if xxhash.xxh3_64_intdigest(view[begin : begin + nbytes]) != int(catalog.checksum[record]):
         segment = catalog.segment_containing(record)
-        raise ArenaDamagedError(
-            folder.file_path(segment_name(segment.number, "data")),
-            f"the checksum of record {record} ({nbytes} bytes at {begin - segment.base}) does not match",
-        )
+        file = folder.file_path(segment_name(segment.number, "data"))
+        place = f"{nbytes} bytes at {begin - segment.base}"
+        raise ArenaDamagedError(file, f"the checksum of record {record} ({place}) does not match")
 
 
 def check_gaps_are_zero(
@@ -73,17 +72,12 @@ def check_gaps_are_zero(
     records = slice(first_record, first_record + segment.records)
     begins = [*(catalog.offset[records] - segment.base).tolist(), segment.nbytes]
     sizes = [0, *catalog.nbytes[records].tolist()]
-    fd = folder.open_file(name)
-    try:
-        with translate_os_errors(folder.file_path(name)):
-            after = PAGE
-            for begin, size in zip(begins, sizes, strict=True):
-                check_stop()
-                after += size
-                _check_zeros(folder.file_path(name), fd, after, begin)
-                after = begin
-    finally:
-        os.close(fd)
+    with folder.opened(name) as fd, translate_os_errors(folder.file_path(name)):
+        after = PAGE
+        for begin, size in zip(begins, sizes, strict=True):
+            check_stop()
+            _check_zeros(folder.file_path(name), fd, after + size, begin)
+            after = begin
 
 
 def _check_zeros(file: object, fd: int, begin: int, end: int) -> None:
@@ -102,6 +96,6 @@ def _next_stored_byte(fd: int, begin: int) -> int:
     try:
         return os.lseek(fd, begin, os.SEEK_DATA)
     except OSError as error:
-        if error.errno == errno.ENXIO:
-            return os.fstat(fd).st_size
-        raise
+        if error.errno != errno.ENXIO:
+            raise
+        return os.fstat(fd).st_size

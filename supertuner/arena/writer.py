@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
-from types import TracebackType
+from contextlib import ExitStack
 
 import xxhash
 
+from supertuner.arena import format as fmt
 from supertuner.arena import locks
 from supertuner.arena.folder import HEAD_FILE, INDEX_FILE, ArenaFolder, translate_os_errors
-from supertuner.arena.format import (
-    DATA_MAGIC,
-    JOURNAL_MAGIC,
-    JOURNAL_NBYTES,
-    MAX_FIELDS,
-    MAX_KEY_NBYTES,
-    PAGE,
-    RecordKind,
-    next_record_offset,
-    pack_kind,
-    pack_segment_header,
-    record_end,
-    round_up,
-    segment_name,
-)
+from supertuner.arena.format import RecordKind
 from supertuner.arena.journal import JournalField, pack_entry, single_field_packer
-from supertuner.arena.payload import Payload, as_bytes, compressed_payload
+from supertuner.arena.payload import Payload, as_bytes
 from supertuner.core.bulk_io import BulkReader, read_all, write_all
+from supertuner.core.closing import ClosingContextManager
 from supertuner.core.errors import ArenaBusyError, ArenaError, BrokenMediaError
 
 _CHUNK_BYTES = 256 << 10
@@ -37,27 +25,25 @@ _BUFFER_BYTES = 1 << 20
 _SEAL_WAIT_S = 60.0
 
 
-class SegmentWriter:
+class SegmentWriter(ClosingContextManager):
     """Writes one segment. For one thread; open one writer per thread."""
 
     def __init__(self, folder: ArenaFolder, uuid: bytes, kind: int) -> None:
         self._folder = folder
         self.number, self._journal, self._data = open_segment(folder, uuid, kind)
-        self._data_file = folder.file_path(segment_name(self.number, "data"))
-        self._journal_file = folder.file_path(segment_name(self.number, "journal"))
-        self._end = PAGE
-        self._journal_end = JOURNAL_NBYTES
+        self._data_file = folder.file_path(fmt.segment_name(self.number, "data"))
+        self._journal_file = folder.file_path(fmt.segment_name(self.number, "journal"))
+        self._end = fmt.PAGE
+        self._journal_end = fmt.JOURNAL_NBYTES
         self._buffer = bytearray()
-        self._packed_kinds: dict[RecordKind, bytes] = {}
         self._open_unit: UnitWriter | None = None
         self.units_committed = 0
 
     def begin(self, key: str) -> UnitWriter:
         """Start a unit. Only one can be open: commit or abort it before the next."""
-        assert self._open_unit is None, f"unit {self._open_unit and self._open_unit.key!r} is still open"
+        assert self._open_unit is None, f"unit {self._open_unit.key!r} is still open"
         assert self._data >= 0, "this writer is closed"
-        encoded = encoded_key(key)
-        self._open_unit = UnitWriter(self, encoded)
+        self._open_unit = UnitWriter(self, encoded_key(key))
         return self._open_unit
 
     def close(self) -> None:
@@ -71,12 +57,6 @@ class SegmentWriter:
             os.close(self._data)
             os.close(self._journal)
             self._data = self._journal = -1
-
-    def __enter__(self) -> SegmentWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _write(self, content: memoryview, offset: int) -> int:
         """Write at `offset` and return the checksum of the content."""
@@ -100,7 +80,7 @@ class SegmentWriter:
         An OSError from reading passes unchanged.
         """
         if len(self._buffer) < min(nbytes, _BUFFER_BYTES):
-            self._buffer = bytearray(min(round_up(nbytes, _CHUNK_BYTES), _BUFFER_BYTES))
+            self._buffer = bytearray(min(fmt.round_up(nbytes, _CHUNK_BYTES), _BUFFER_BYTES))
         buffer, digest = memoryview(self._buffer), xxhash.xxh3_64()
         for at in range(0, nbytes, _CHUNK_BYTES):
             buffer_offset = at % _BUFFER_BYTES
@@ -116,24 +96,10 @@ class SegmentWriter:
         mapped = mmap.mmap(self._data, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
         return memoryview(mapped), digest.intdigest()
 
-    def _packed_kind(self, kind: RecordKind) -> bytes:
-        row = self._packed_kinds.get(kind)
-        if row is None:
-            if len(self._packed_kinds) > 1024:
-                self._packed_kinds.clear()
-            row = self._packed_kinds[kind] = pack_kind(kind)
-        return row
-
-    def _commit_unit(self, key: bytes, fields: list[JournalField], end: int) -> None:
-        self._append_entries(pack_entry(self._journal_end, key, fields), end, units=1)
-        self._open_unit = None
-
     def _append_entries(self, entries: bytes, end: int, units: int) -> None:
         """Append journal entries, all or none; `end` is where the last of their records ends."""
         if os.fstat(self._journal).st_nlink == 0:
-            raise ArenaError(
-                f"{self._folder.path}: its owner has abandoned the build; nothing can be committed any more"
-            )
+            raise ArenaError(f"{self._folder.path}: its owner has abandoned the build; nothing can be committed")
         with translate_os_errors(self._journal_file):
             try:
                 write_all(self._journal, entries, self._journal_end)
@@ -165,15 +131,16 @@ class UnitWriter:
 
     def put(self, field: str, payload: Payload, *, codec: str = "raw", raw_nbytes: int | None = None) -> None:
         """Add bytes, an array or a tensor. With a codec, `raw_nbytes` is the uncompressed size."""
+        content, kind = as_bytes(payload)
         if codec == "raw":
-            content, kind = as_bytes(payload)
-            raw_size = len(content)
-            assert raw_nbytes in (None, raw_size), f"raw bytes are {raw_size}, not {raw_nbytes}"
+            assert raw_nbytes in (None, len(content)), f"raw bytes are {len(content)}, not {raw_nbytes}"
+            raw_nbytes = len(content)
         else:
-            content, kind, raw_size = compressed_payload(payload, codec, raw_nbytes)
+            assert raw_nbytes is not None, f"a payload of codec {codec!r} needs raw_nbytes, its uncompressed size"
+            kind = RecordKind("uint8", None, codec)
         offset = self._reserve_offset(field, len(content))
         checksum = self._writer._write(content, offset)
-        self._add_field(field, kind, offset, len(content), raw_size, checksum)
+        self._add_field(field, kind, offset, len(content), raw_nbytes, checksum)
 
     def put_file(self, field: str, fd: int, nbytes: int) -> memoryview:
         """Add the first `nbytes` of an open file, reading it once. Returns a read-only view, valid until the next
@@ -190,7 +157,9 @@ class UnitWriter:
     def commit(self) -> None:
         """Make the unit visible to all readers; before this call no reader sees it."""
         assert self._writer._open_unit is self, "this unit is already committed or aborted"
-        self._writer._commit_unit(self.key, self._fields, self._end)
+        entry = pack_entry(self._writer._journal_end, self.key, self._fields)
+        self._writer._append_entries(entry, self._end, units=1)
+        self._writer._open_unit = None
 
     def abort(self) -> None:
         assert self._writer._open_unit is self, "this unit is already committed or aborted"
@@ -199,9 +168,7 @@ class UnitWriter:
     def __enter__(self) -> UnitWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._writer._open_unit is not self:
             return
         if error is None:
@@ -211,18 +178,16 @@ class UnitWriter:
 
     def _reserve_offset(self, field: str, nbytes: int) -> int:
         assert self._writer._open_unit is self, "this unit is already committed or aborted"
-        assert 0 < len(field) <= 64 and all(f.name != field.encode() for f in self._fields), (
-            f"field {field!r} is empty, too long or already present"
-        )
-        assert len(self._fields) < MAX_FIELDS
-        return next_record_offset(self._end, nbytes)
+        assert 0 < len(field) <= 64, f"field {field!r} is empty or too long"
+        assert all(f.name != field.encode() for f in self._fields), f"field {field!r} is already present"
+        assert len(self._fields) < fmt.MAX_FIELDS
+        return fmt.next_record_offset(self._end, nbytes)
 
     def _add_field(
         self, field: str, kind: RecordKind, offset: int, nbytes: int, raw_nbytes: int, checksum: int
     ) -> None:
-        packed_kind = self._writer._packed_kind(kind)
-        self._fields.append(JournalField(field.encode(), packed_kind, offset, nbytes, raw_nbytes, checksum))
-        self._end = record_end(offset, nbytes)
+        self._fields.append(JournalField(field.encode(), fmt.pack_kind(kind), offset, nbytes, raw_nbytes, checksum))
+        self._end = fmt.record_end(offset, nbytes)
 
 
 class BulkUnitWriter:
@@ -237,7 +202,7 @@ class BulkUnitWriter:
     def __init__(self, writer: SegmentWriter, field: str, buffer: BulkReader) -> None:
         self._writer = writer
         self._buffer = buffer
-        self._pack_entry = single_field_packer(field.encode(), writer._packed_kind(RecordKind("uint8", None)))
+        self._pack_entry = single_field_packer(field.encode(), fmt.pack_kind(RecordKind("uint8", None)))
         self._entries: list[bytes] = []
         self._payloads: list[tuple[int, int, int]] = []
         self._end = writer._end
@@ -249,12 +214,12 @@ class BulkUnitWriter:
         assert nbytes and writer._open_unit is None, "the payload is empty, or a unit is open"
         if not self._entries:  # the writer may have been used directly in the meantime
             self._end, self._journal_end = writer._end, writer._journal_end
-        offset = next_record_offset(self._end, nbytes)
+        offset = fmt.next_record_offset(self._end, nbytes)
         checksum = xxhash.xxh3_64_intdigest(self._buffer.view[buffer_offset : buffer_offset + nbytes])
         entry = self._pack_entry(self._journal_end, encoded, offset, nbytes, checksum)
         self._entries.append(entry)
         self._payloads.append((buffer_offset, nbytes, offset))
-        self._end = record_end(offset, nbytes)
+        self._end = fmt.record_end(offset, nbytes)
         self._journal_end += len(entry)
 
     def flush(self) -> None:
@@ -270,34 +235,29 @@ class BulkUnitWriter:
 
 def open_segment(folder: ArenaFolder, uuid: bytes, kind: int) -> tuple[int, int, int]:
     """Create a segment in an unsealed arena: (number, journal, data). The journal stays locked while it is open."""
-    head_fd = folder.open_file(HEAD_FILE)
-    try:
+    with folder.opened(HEAD_FILE) as head_fd:
         if not locks.lock(head_fd, exclusive=False, wait_s=_SEAL_WAIT_S):
             raise ArenaBusyError(f"{folder.path}: is being sealed; no further writer can be opened")
         if folder.has(INDEX_FILE):
             raise ArenaError(f"{folder.path}: is sealed; no unit can be added")
         number, journal = _claim_segment(folder)
         return number, journal, _begin_segment(folder, uuid, kind, number, journal)
-    finally:
-        os.close(head_fd)
 
 
 def _begin_segment(folder: ArenaFolder, uuid: bytes, kind: int, number: int, journal: int) -> int:
     """Create the data file of a claimed segment. The journal's header is written last: a journal with a header has
     data.
     """
-    data = -1
-    try:
+    name = fmt.segment_name(number, "data")
+    with ExitStack() as stack:
+        stack.callback(os.close, journal)
         locks.lock(journal, exclusive=True)
-        data = folder.create(segment_name(number, "data"))
-        with translate_os_errors(folder.file_path(segment_name(number, "data"))):
-            write_all(data, pack_segment_header(DATA_MAGIC, uuid, number, kind), 0)
-            write_all(journal, pack_segment_header(JOURNAL_MAGIC, uuid, number, kind), 0)
-    except BaseException:
-        os.close(journal)
-        if data >= 0:
-            os.close(data)
-        raise
+        data = folder.create(name)
+        stack.callback(os.close, data)
+        with translate_os_errors(folder.file_path(name)):
+            write_all(data, fmt.pack_segment_header(fmt.DATA_MAGIC, uuid, number, kind), 0)
+            write_all(journal, fmt.pack_segment_header(fmt.JOURNAL_MAGIC, uuid, number, kind), 0)
+        stack.pop_all()
     return data
 
 
@@ -306,8 +266,8 @@ def encoded_key(key: str) -> bytes:
         encoded = key.encode()
     except UnicodeEncodeError as error:
         raise ArenaError(f"{key!r} is not a valid key: it is not Unicode text; rename the file") from error
-    if not 0 < len(encoded) <= MAX_KEY_NBYTES:
-        raise ArenaError(f"the key {key[:80]!r} has {len(encoded)} bytes; an arena accepts 1 to {MAX_KEY_NBYTES}")
+    if not 0 < len(encoded) <= fmt.MAX_KEY_NBYTES:
+        raise ArenaError(f"the key {key[:80]!r} has {len(encoded)} bytes; an arena accepts 1 to {fmt.MAX_KEY_NBYTES}")
     return encoded
 
 
@@ -316,7 +276,7 @@ def _claim_segment(folder: ArenaFolder) -> tuple[int, int]:
     number = max(folder.segment_numbers("journal") + folder.segment_numbers("data"), default=-1) + 1
     while True:
         try:
-            return number, folder.create(segment_name(number, "journal"))
+            return number, folder.create(fmt.segment_name(number, "journal"))
         except FileExistsError:
             number += 1
 

@@ -5,7 +5,7 @@ Keys are looked up once and give refs (integers); batches are then gathered by r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
@@ -52,8 +52,8 @@ class EntryRequest:
 class CacheEntries:
     """The entries of several arenas. If several contain the same key, the arena that was added last wins."""
 
-    def __init__(self, readers: Sequence[ArenaReader] = (), remedy: str = "") -> None:
-        self._readers = list(readers)
+    def __init__(self, remedy: str = "") -> None:
+        self._readers: list[ArenaReader] = []
         self._remedy = remedy
         self._dropped: set[int] = set()
 
@@ -98,7 +98,7 @@ class CacheEntries:
     def entry(self, ref: int) -> NamedTensors:
         """One entry as views of the arena's memory, which must not be written. Raises CacheError if it is damaged."""
         assert ref >= 0, "entry() was called with a MISSING_REF"
-        reader, unit = self._reader(ref), ref & _UNIT_MASK
+        reader, unit = self._readers[ref >> UNIT_BITS], ref & _UNIT_MASK
         try:
             return {field: reader.tensor(unit, field) for field in reader.fields if reader.has(unit, field)}
         except ArenaDamagedError as error:
@@ -106,7 +106,7 @@ class CacheEntries:
 
     def check_entry(self, ref: int) -> NamedTensors | ArenaDamagedError:
         """Verify an entry's checksums. Returns the entry as views, or the error (not raised) if it is damaged."""
-        reader, unit = self._reader(ref), ref & _UNIT_MASK
+        reader, unit = self._readers[ref >> UNIT_BITS], ref & _UNIT_MASK
         try:
             for field in reader.fields:
                 if reader.has(unit, field):
@@ -139,9 +139,6 @@ class CacheEntries:
         if self._dropped:
             refs[np.isin(refs, np.fromiter(self._dropped, np.int64))] = MISSING_REF
         return refs
-
-    def _reader(self, ref: int) -> ArenaReader:
-        return self._readers[ref >> UNIT_BITS]
 
     def _damage_error(self, error: ArenaDamagedError) -> CacheError:
         return CacheError(f"{error.file}: {error.description}; {self._remedy or error.remedy}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,12 +57,11 @@ class CacheArenaStatus:
 
 def list_cache_arenas(homes: Sequence[ArenaHome], required: Sequence[RequiredEntries]) -> list[CacheArenaStatus]:
     """All cache arenas in these folders."""
-    required_by_name = {entries.namespace.name: entries for entries in required}
     statuses: list[CacheArenaStatus] = []
     for home in {home.path: home for home in homes}.values():
         counted_keys: dict[str, EntryKeys] = {}
         newest_first = sorted(filter(_is_cache_arena, home.list_arenas()), key=lambda info: -_arena_number(info.name))
-        home_statuses = [_arena_status(home, info, required_by_name, counted_keys) for info in newest_first]
+        home_statuses = [_arena_status(home, info, required, counted_keys) for info in newest_first]
         statuses += sorted(home_statuses, key=lambda arena: (arena.name.rpartition("-")[0], _arena_number(arena.name)))
     return statuses
 
@@ -93,19 +92,14 @@ def _is_cache_arena(info: ArenaInfo) -> bool:
 
 
 def _arena_status(
-    home: ArenaHome,
-    info: ArenaInfo,
-    required_by_name: Mapping[str, RequiredEntries],
-    counted_keys: dict[str, EntryKeys],
+    home: ArenaHome, info: ArenaInfo, requirements: Sequence[RequiredEntries], counted_keys: dict[str, EntryKeys]
 ) -> CacheArenaStatus:
     """`counted_keys` are the keys, by namespace, whose entries are in a later arena."""
     meta = info.meta or {}
     kind = str(meta.get("what") or info.name.partition("-")[0])
-    required = next((entries for name, entries in required_by_name.items() if info.name.startswith(f"{name}-")), None)
-    used_entries = (
-        _count_used(home, info, required, counted_keys) if required is not None and info.state == "sealed" else 0
-    )
-    return CacheArenaStatus(home, info, kind, str(meta.get("identity", "")), used_entries, required is None)
+    required = next((entries for entries in requirements if info.name.startswith(f"{entries.namespace.name}-")), None)
+    used = _count_used(home, info, required, counted_keys) if required and info.state == "sealed" else 0
+    return CacheArenaStatus(home, info, kind, str(meta.get("identity", "")), used, required is None)
 
 
 def _count_used(home: ArenaHome, info: ArenaInfo, required: RequiredEntries, counted_keys: dict[str, EntryKeys]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from supertuner.arena.format import PAGE, ArenaLifetime, round_up
 from supertuner.arena.home import ArenaHome, default_home
@@ -17,6 +17,8 @@ from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB, bytes_text
 
 CacheStorage = Literal["unified_memory", "disk"]
+OnAttach: TypeAlias = Callable[[int, int], None] | None
+"""Called with the address and size in bytes of every arena that is mapped, so that the caller can place it."""
 
 _UNIT_BYTES = 256
 """Bytes of an entry besides its tensors: in the journal and in the index, while both exist."""
@@ -38,8 +40,7 @@ class CacheLocation:
     """What a user should do about a damaged entry."""
     room_remedy: str
     """What a user should do if entries do not fit."""
-    on_attach: Callable[[int, int], None] | None = None
-    """Called with the address and size in bytes of every arena that is mapped, so that the caller can place it."""
+    on_attach: OnAttach = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,7 @@ class CachePlacement:
 
 
 def cache_placement(
-    storage: CacheStorage,
-    config: RunConfig,
-    run_dir: Path,
-    life: ArenaLifetime,
-    on_attach: Callable[[int, int], None] | None = None,
+    storage: CacheStorage, config: RunConfig, run_dir: Path, life: ArenaLifetime, on_attach: OnAttach = None
 ) -> CachePlacement:
     """The folders that the settings choose.
 
@@ -97,9 +94,7 @@ def _open_home(folder: Path) -> ArenaHome:
         raise CacheError(f"{error}; {remedy}") from error
 
 
-def _memory_location(
-    config: RunConfig, life: ArenaLifetime, on_attach: Callable[[int, int], None] | None
-) -> CacheLocation:
+def _memory_location(config: RunConfig, life: ArenaLifetime, on_attach: OnAttach) -> CacheLocation:
     return CacheLocation(
         home=ArenaHome(config.arena.home or default_home()),
         life=life,

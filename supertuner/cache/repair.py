@@ -37,9 +37,7 @@ def copying_request(source: CacheStore, request: EntryRequest) -> EntryRequest:
             remaining = np.array(damaged, np.intp)
             source.entries.drop(source.find(request.keys[remaining]).tolist())
             source.fill(request, share_with_peers=False)
-        raise CacheError(
-            f"{source.location.home.path}: just written entries are damaged when read back; check that disk"
-        )
+        raise CacheError(f"{source.location.home.path}: just written entries are damaged when read; check that disk")
 
     return EntryRequest(request.keys, make, request.relative_sizes, f"loading {source.namespace.kind}")
 

@@ -11,8 +11,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, closing
-from types import TracebackType
+from contextlib import closing, suppress
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from supertuner.cache.entries import MISSING_REF, CacheEntries, EntryIndices, En
 from supertuner.cache.keys import CACHE_FORMAT_VERSION, CacheNamespace, EntryKeys, key_text, unique_keys
 from supertuner.cache.location import CacheLocation, entry_bytes, free_bytes, no_room_message
 from supertuner.cache.work_queue import EntryQueue, SharedPhase
+from supertuner.core.closing import ClosingContextManager, close_on_error
 from supertuner.core.errors import (
     ArenaBusyError,
     ArenaDamagedError,
@@ -45,11 +46,14 @@ class FillStopped(Exception):
     """`fill` ended early because `stop()` became true. Committed entries remain for the next call."""
 
 
+StopCheck: TypeAlias = Callable[[], bool]
+
+
 def never_stop() -> bool:
     return False
 
 
-class CacheStore:
+class CacheStore(ClosingContextManager):
     def __init__(
         self,
         location: CacheLocation,
@@ -75,11 +79,9 @@ class CacheStore:
             location.home.sweep()
             self.refresh()
         else:
-            with ExitStack() as stack:
-                stack.callback(self.close)
+            with close_on_error(self):
                 for arena in arenas:
                     self._add_arena(_arena_number(arena), location.home.attach(arena, verify=location.verify))
-                stack.pop_all()
 
     @property
     def arenas(self) -> list[str]:
@@ -102,9 +104,7 @@ class CacheStore:
         absent: NDArray[np.intp] = first_indices[self.find(distinct_keys) == MISSING_REF]
         return absent
 
-    def fill(
-        self, request: EntryRequest, *, stop: Callable[[], bool] = never_stop, share_with_peers: bool = True
-    ) -> int:
+    def fill(self, request: EntryRequest, *, stop: StopCheck = never_stop, share_with_peers: bool = True) -> int:
         """Make all missing entries; returns how many were made by this process and its peers.
 
         Raises CacheError if they cannot be made, and FillStopped soon after `stop()` is true. Entries that were
@@ -144,21 +144,11 @@ class CacheStore:
         """Remove the arena that a stopped `fill` left unfinished, unless another process continues it."""
         for number in self._arena_numbers():
             if number not in self._known_arenas:
-                try:
+                with suppress(ArenaBusyError, ArenaMissingError):  # in use, or removed already
                     self.location.home.remove(self._arena_name(number))
-                except (ArenaBusyError, ArenaMissingError):
-                    continue  # in use, or removed already
 
     def close(self) -> None:
         self.entries.close()
-
-    def __enter__(self) -> CacheStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _arena_name(self, number: int) -> str:
         return f"{self.name}-{number}"
@@ -175,10 +165,8 @@ class CacheStore:
             return  # not sealed yet, or being removed
         except ArenaDamagedError as error:
             self._known_arenas[number] = False
-            message = (
-                f"{error.file}: {error.description}; the entries of this arena are made again, and "
-                "`supertuner cache prune` removes it"
-            )
+            outcome = "the entries of this arena are made again, and `supertuner cache prune` removes it"
+            message = f"{error.file}: {error.description}; {outcome}"
             self.context.sink.emit(WarningEvent(f"cache of {self.namespace.kind}", message))
 
     def _add_arena(self, number: int, reader: ArenaReader) -> None:
@@ -187,26 +175,19 @@ class CacheStore:
         if self.location.on_attach is not None:
             self.location.on_attach(*reader.memory_range)
 
-    def _acquire_build(self, stop: Callable[[], bool], peers: NodePeers) -> ArenaBuild | BuildParticipant | None:
+    def _acquire_build(self, stop: StopCheck, peers: NodePeers) -> ArenaBuild | BuildParticipant | None:
         """A build of the next arena or of one that a dead process left unfinished, or participation in a peer's build.
 
         None if an arena was sealed meanwhile: the caller checks again which entries are missing.
         """
-        try:
-            return self._try_build(0.0)
-        except ArenaBusyError:
-            waiting = f"waiting for another process: encoding {self.namespace.kind}"
-        if (joined := self._join_peer_build(peers)) is not None:
-            return joined
-        with self.context.progress.phase(waiting) as phase:
+        with suppress(ArenaBusyError):  # then wait for the other process
+            return self._build_or_join(0.0, peers)
+        with self.context.progress.phase(f"waiting for another process: encoding {self.namespace.kind}") as phase:
             while not stop():
                 phase.advance()
                 peers.check_peers()
-                try:
-                    return self._try_build(_WAIT_S)
-                except ArenaBusyError:
-                    if (joined := self._join_peer_build(peers)) is not None:
-                        return joined
+                with suppress(ArenaBusyError):  # it is still building
+                    return self._build_or_join(_WAIT_S, peers)
         raise FillStopped
 
     def _join_peer_build(self, peers: NodePeers) -> BuildParticipant | None:
@@ -225,20 +206,21 @@ class CacheStore:
         except (ArenaMissingError, ArenaBusyError):
             return None  # sealed or abandoned in the meantime
 
-    def _try_build(self, wait_s: float) -> ArenaBuild | None:
+    def _build_or_join(self, wait_s: float, peers: NodePeers) -> ArenaBuild | BuildParticipant | None:
+        """`_acquire_build` without waiting for its end. Raises ArenaBusyError if a process that is no peer builds."""
         last = max(self._arena_numbers(), default=-1)
-        number = last if last >= 0 and last not in self._known_arenas else last + 1
+        name = self._arena_name(last if last >= 0 and last not in self._known_arenas else last + 1)
         try:
-            return self.location.home.build(
-                self._arena_name(number), life=self.location.life, wait_s=wait_s, resume=True
-            )
+            return self.location.home.build(name, life=self.location.life, wait_s=wait_s, resume=True)
         except ArenaExistsError:
             self.refresh()
-        return None
+            return None
+        except ArenaBusyError:
+            if (joined := self._join_peer_build(peers)) is None:
+                raise
+            return joined
 
-    def _build_missing(
-        self, build: ArenaBuild, request: EntryRequest, stop: Callable[[], bool], peers: NodePeers
-    ) -> int:
+    def _build_missing(self, build: ArenaBuild, request: EntryRequest, stop: StopCheck, peers: NodePeers) -> int:
         """Fill this process's own build and seal it; returns how many entries were made."""
         committed, missing = build.committed_keys(), self.missing_indices(request.keys)
         to_make = np.array([index for index in missing if key_text(request.keys[index]) not in committed], np.intp)
@@ -258,9 +240,7 @@ class CacheStore:
         self._try_attach(_arena_number(build.name))
         return len(to_make)
 
-    def _fill_joined(
-        self, build: BuildParticipant, request: EntryRequest, stop: Callable[[], bool], peers: NodePeers
-    ) -> int:
+    def _fill_joined(self, build: BuildParticipant, request: EntryRequest, stop: StopCheck, peers: NodePeers) -> int:
         """Make entries for a peer's build. The peer waits for all participants and seals the arena."""
         queue = EntryQueue.join(peers, self.location.home.path / build.name)
         assert queue is not None, "a build can only be joined after its queue was published"
@@ -275,13 +255,8 @@ class CacheStore:
 
     def _meta(self) -> dict[str, str | int]:
         namespace = self.namespace
-        return {
-            "holds": "cache",
-            "version": CACHE_FORMAT_VERSION,
-            "what": namespace.kind,
-            "identity": namespace.encoder_fingerprint,
-            "dtype": namespace.dtype,
-        }
+        meta: dict[str, str | int] = {"holds": "cache", "version": CACHE_FORMAT_VERSION, "what": namespace.kind}
+        return meta | {"identity": namespace.encoder_fingerprint, "dtype": namespace.dtype}
 
 
 class _EntryWriter:
@@ -297,7 +272,7 @@ class _EntryWriter:
         self.entries_made = 0
 
     def write_entries(
-        self, build: BuildParticipant, chunks: Iterable[EntryIndices], phase: ProgressPhase, stop: Callable[[], bool]
+        self, build: BuildParticipant, chunks: Iterable[EntryIndices], phase: ProgressPhase, stop: StopCheck
     ) -> None:
         """Make and commit all entries of all chunks. Opens a segment only if there is at least one chunk."""
         writer: SegmentWriter | None = None
@@ -338,7 +313,7 @@ class _EntryWriter:
 
 
 def _fill_from_queue(
-    queue: EntryQueue, writer: _EntryWriter, build: BuildParticipant, phase: SharedPhase, stop: Callable[[], bool]
+    queue: EntryQueue, writer: _EntryWriter, build: BuildParticipant, phase: SharedPhase, stop: StopCheck
 ) -> bool:
     """Make entries until all are claimed, then wait for peers to finish theirs; whether all are committed now."""
     is_working = True

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from supertuner.arena.folder import translate_os_errors
 from supertuner.arena.node_peers import NodePeers
 from supertuner.cache.entries import EntryIndices
 from supertuner.core.bulk_io import write_all
+from supertuner.core.closing import ClosingContextManager, close_on_error
 from supertuner.core.errors import CacheError
 from supertuner.core.events import ProgressPhase
 
@@ -54,7 +54,7 @@ class QueueState:
     """Bytes of the entries made."""
 
 
-class EntryQueue:
+class EntryQueue(ClosingContextManager):
     def __init__(self, fd: int, name: str) -> None:
         self._fd, self._name = fd, name
 
@@ -65,14 +65,10 @@ class EntryQueue:
         name = f"queue-{uuid.uuid4().hex}"
         state = QueueState(len(to_make), peers.local_world_size)
         with translate_os_errors(peers.folder / name):
-            fd = os.open(peers.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            queue = cls(fd, name)
-            try:
-                write_all(fd, _HEADER.pack(*astuple(state)) + to_make.astype("<i8").tobytes(), 0)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with close_on_error(cls(os.open(peers.folder / name, flags, 0o600), name)) as queue:
+                write_all(queue._fd, _HEADER.pack(*astuple(state)) + to_make.astype("<i8").tobytes(), 0)
                 peers.publish(_message_name(arena), name.encode())
-            except BaseException:
-                queue.close()
-                raise
         return queue
 
     @classmethod
@@ -87,8 +83,14 @@ class EntryQueue:
 
     def claim_chunks(self) -> Iterator[EntryIndices]:
         """Claim chunks of entries for this process until all are claimed."""
-        while len(indices := self._claim_chunk()):
-            yield indices
+        while True:
+            with self._updating_state() as state:
+                begin = state.claimed
+                count = chunk_size(state.total - begin, state.max_workers)
+                state.claimed += count
+            if not count:
+                return
+            yield self._read_indices(begin, count)
 
     def add_progress(self, items: int, nbytes: int) -> None:
         with self._updating_state() as state:
@@ -118,8 +120,7 @@ class EntryQueue:
     def unclaimed(self) -> EntryIndices:
         """Entries that no process has claimed yet."""
         state = self.state()
-        content = os.pread(self._fd, 8 * (state.total - state.claimed), _HEADER.size + 8 * state.claimed)
-        return np.frombuffer(content, "<i8").astype(np.intp)
+        return self._read_indices(state.claimed, state.total - state.claimed)
 
     def report_failure(self, peers: NodePeers, reason: str) -> None:
         """Make all processes that wait for entries of this one fail with `reason`."""
@@ -135,19 +136,7 @@ class EntryQueue:
     def close(self) -> None:
         os.close(self._fd)
 
-    def __enter__(self) -> EntryQueue:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _claim_chunk(self) -> EntryIndices:
-        with self._updating_state() as state:
-            begin = state.claimed
-            count = chunk_size(state.total - begin, state.max_workers)
-            state.claimed += count
+    def _read_indices(self, begin: int, count: int) -> EntryIndices:
         content = os.pread(self._fd, 8 * count, _HEADER.size + 8 * begin)
         return np.frombuffer(content, "<i8").astype(np.intp)
 
@@ -164,9 +153,8 @@ class EntryQueue:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         if not locks.lock(self._fd, exclusive=True, wait_s=_LOCK_TIMEOUT_S):
-            raise CacheError(
-                f"another process of this node has locked {self._name} for {_LOCK_TIMEOUT_S:g} s; it may be suspended"
-            )
+            problem = f"has locked {self._name} for {_LOCK_TIMEOUT_S:g} s; it may be suspended"
+            raise CacheError(f"another process of this node {problem}")
         try:
             yield
         finally:
@@ -199,9 +187,7 @@ class SharedPhase:
     def __enter__(self) -> ProgressPhase:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
 

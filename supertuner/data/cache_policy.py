@@ -67,14 +67,9 @@ def cache_policy_warnings(datasets: Sequence[DatasetSettings], cache: CacheConfi
 
 def _dataset_warnings(settings: DatasetSettings, cache: CacheConfig) -> list[WarningEvent]:
     key_path = f"datasets[{settings.id}]"
-    cached_variations = [
-        reason
-        for kind, reason in (
-            (cache.vae_cache_type, varying_media_settings(settings)),
-            (cache.text_cache_type, varying_caption_settings(settings)),
-        )
-        if reason and kind != "none"
-    ]
+    media = varying_media_settings(settings) if cache.vae_cache_type != "none" else ""
+    captions = varying_caption_settings(settings) if cache.text_cache_type != "none" else ""
+    cached_variations = [names for names in (media, captions) if names]
     mode, count = settings.augmentations_cache_mode, settings.variations
     if mode is None and cached_variations:
         reused = "1 cached variation" if count == 1 else f"{count} cached variations"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from supertuner.arena.format import ArenaLifetime
@@ -40,19 +40,25 @@ def open_corpus(config: RunConfig, context: RunContext, *, life: ArenaLifetime |
             stack.callback(staged.close)
             datasets.append((dataset, staged))
 
-        def assign(settings: DatasetSettings, samples: SampleCollection) -> BucketMembers:
-            return shared_bucket_members(settings, samples, homes[settings.id], arena_life)
-
-        corpus = build_corpus(
-            datasets,
-            seed=config.run.seed,
-            batch_size=config.train.batch_size,
-            drop_last=config.loader.drop_last,
-            assign=assign,
-        )
+        corpus = build_staged_corpus(config, datasets, homes, arena_life)
         if context.peers.is_first:
             warn_unused_samples(corpus, context.sink)
         yield corpus
+
+
+def build_staged_corpus(
+    config: RunConfig,
+    datasets: Sequence[tuple[DatasetSettings, SampleCollection]],
+    homes: Mapping[str, ArenaHome],
+    life: ArenaLifetime = "until_removed",
+) -> Corpus:
+    """The corpus of staged datasets. Large bucket tables are shared in `homes`, the datasets' homes by id."""
+
+    def assign(settings: DatasetSettings, samples: SampleCollection) -> BucketMembers:
+        return shared_bucket_members(settings, samples, homes[settings.id], life)
+
+    seed, batch_size = config.run.seed, config.train.batch_size
+    return build_corpus(datasets, seed=seed, batch_size=batch_size, drop_last=config.loader.drop_last, assign=assign)
 
 
 def select_datasets(config: RunConfig, *, held_out: bool) -> RunConfig | None:
@@ -77,14 +83,13 @@ def warn_unused_samples(corpus: Corpus, sink: Sink) -> None:
     for dataset in corpus.datasets:
         for sample in dataset.unassigned_samples():
             sink.emit(sample)
-        count, total = len(dataset.members.unassigned), len(dataset.samples)
-        if count:
-            text = f"{count} of {total} samples fit no bucket and are not used; the list of set-aside samples says why"
+        if count := len(dataset.members.unassigned):
+            text = f"{count} of {len(dataset.samples)} samples fit no bucket and are not used"
+            text += "; the list of set-aside samples says why"
             sink.emit(WarningEvent(f"datasets[{dataset.samples.id}]", text))
     unused_groups = corpus.order.never_drawn()
     if unused_groups:
         count = sum(len(group.sample_indices) for group in unused_groups)
-        text = (
-            f"{count} samples are never used: their {len(unused_groups)} buckets have fewer than train.batch_size each"
-        )
-        sink.emit(WarningEvent("loader.drop_last", f"{text} {corpus.order.batch_size}"))
+        limit = f"train.batch_size each {corpus.order.batch_size}"
+        text = f"{count} samples are never used: their {len(unused_groups)} buckets have fewer than {limit}"
+        sink.emit(WarningEvent("loader.drop_last", text))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,14 +19,14 @@ from supertuner.arena.home import ArenaHome
 from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.load import LoadedConfig
+from supertuner.core.closing import ClosingContextManager
 from supertuner.core.errors import SourceError
 from supertuner.core.events import NullSink, Progress, Sink
 from supertuner.core.host import HostFacts
 from supertuner.core.types import MediaKind
 from supertuner.data.batching.render import caption_for_sample, render_sample
-from supertuner.data.corpus import Corpus, build_corpus
-from supertuner.data.corpus_loader import open_corpus, select_datasets
-from supertuner.data.ordering.bucket_members import shared_bucket_members
+from supertuner.data.corpus import Corpus
+from supertuner.data.corpus_loader import build_staged_corpus, open_corpus, select_datasets
 from supertuner.data.ordering.sample_order import SampleDraws
 from supertuner.data.staging.arena_lookup import dataset_home_path, require_paths
 from supertuner.data.staging.fingerprint import arena_name
@@ -67,7 +66,7 @@ def open_dataset(
         return ArenaDataset(selected, corpus, stack.pop_all())
 
 
-class ArenaDataset(Dataset[DatasetSample]):
+class ArenaDataset(Dataset[DatasetSample], ClosingContextManager):
     """Samples as training sees them: decoded, cropped and resized to their bucket, augmented, with a caption.
 
     Samples of different buckets have different shapes. `batches` groups them by bucket, and `collate` stacks them:
@@ -123,24 +122,14 @@ class ArenaDataset(Dataset[DatasetSample]):
         ]
         different = next((layout for layout in layouts if layout != layouts[0]), None)
         if different is not None:
-            raise SourceError(
-                f"samples of different buckets cannot be stacked: {layouts[0]} and {different}; use "
-                "DataLoader(batch_sampler=dataset.batches()), or batches of one sample"
-            )
+            remedy = "use DataLoader(batch_sampler=dataset.batches()), or batches of one sample"
+            raise SourceError(f"samples of different buckets cannot be stacked: {layouts[0]} and {different}; {remedy}")
         columns = {name: [sample[name] for sample in samples] for name in samples[0]}
         return {name: torch.stack(column) if name in layouts[0] else column for name, column in columns.items()}
 
     def close(self) -> None:
         """Release the arenas. Tensors stay valid; the dataset cannot be read any more."""
         self._resources.close()
-
-    def __enter__(self) -> ArenaDataset:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For spawned workers: they receive the names of the arenas, not their content."""
@@ -159,16 +148,10 @@ def _attach(config: RunConfig, arenas: Sequence[str], epoch: int) -> ArenaDatase
     """The dataset over arenas that another process has staged and keeps open."""
     with ExitStack() as stack:
         homes = {settings.id: ArenaHome(dataset_home_path(settings, config)) for settings in config.datasets}
-        corpus = build_corpus(
-            [
-                (settings, stack.enter_context(StagedDataset.open(homes[settings.id], arena)))
-                for settings, arena in zip(config.datasets, arenas, strict=True)
-            ],
-            seed=config.run.seed,
-            batch_size=config.train.batch_size,
-            drop_last=config.loader.drop_last,
-            assign=lambda settings, samples: shared_bucket_members(settings, samples, homes[settings.id]),
-        )
-        dataset = ArenaDataset(config, corpus, stack.pop_all())
+        datasets = [
+            (settings, stack.enter_context(StagedDataset.open(homes[settings.id], arena)))
+            for settings, arena in zip(config.datasets, arenas, strict=True)
+        ]
+        dataset = ArenaDataset(config, build_staged_corpus(config, datasets, homes), stack.pop_all())
     dataset.epoch = epoch
     return dataset

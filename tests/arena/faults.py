@@ -162,7 +162,7 @@ def many_processes_at_once(home: ArenaHome, processes: int, seconds: float, seed
 
 
 def _random_operation(home: ArenaHome, name: str, content: dict[str, bytes], rng: random.Random) -> None:
-    operation = rng.choice(("attach", "build", "live", "ls", "sweep", "remove"))
+    operation = rng.choice(("attach", "build", "join", "ls", "sweep", "remove"))
     if operation == "attach":
         assert contents(home, name) == content
     elif operation == "build":
@@ -170,11 +170,8 @@ def _random_operation(home: ArenaHome, name: str, content: dict[str, bytes], rng
         with attached:
             if isinstance(attached, ArenaBuild):
                 _fill(attached, content, rng)
-    elif operation == "live":
-        with home.attach_live(name) as live:
-            for _ in range(20):
-                live.refresh()
-                assert all(bytes(live.view(i)) == content[live.key(i)] for i in range(len(live)))
+    elif operation == "join":
+        home.join(name).close()
     elif operation == "remove":
         home.remove(name)
     else:

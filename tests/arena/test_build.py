@@ -19,14 +19,16 @@ from tests.arena.arena_helpers import build, contents, fork, units, wait
 
 
 def test_reader_sees_nothing_until_the_unit_is_committed(any_home: ArenaHome) -> None:
-    with any_home.build("a") as arena_build, any_home.attach_live("a") as live:
+    with any_home.build("a") as arena_build, any_home.join("a") as joined:
         unit = arena_build.open_writer().begin("k")
         unit.put("media", b"x" * 5000)
-        assert live.refresh() == 0 and len(live) == 0
+        assert joined.committed_keys() == set()
         unit.commit()
-        assert live.refresh() == 1
-        assert live.key(0) == "k" and bytes(live.view(0)) == b"x" * 5000 and live.find("k") == 0
-        live.verify()
+        assert joined.committed_keys() == {"k"}
+        arena_build.seal({})
+        with any_home.attach("a") as reader:
+            assert reader.key(0) == "k" and bytes(reader.view(0)) == b"x" * 5000 and reader.find("k") == 0
+            reader.verify()
 
 
 def test_an_arena_cannot_be_attached_before_it_is_sealed(home: ArenaHome) -> None:
@@ -106,7 +108,7 @@ def test_several_threads_write_concurrently(home: ArenaHome) -> None:
     assert contents(home, "a") == content
 
 
-def test_other_processes_join_a_build_and_a_live_reader_follows_them(any_home: ArenaHome) -> None:
+def test_other_processes_join_a_build_and_the_owner_sees_what_they_commit(any_home: ArenaHome) -> None:
     content = units(90)
 
     def work(part: int) -> None:
@@ -115,48 +117,27 @@ def test_other_processes_join_a_build_and_a_live_reader_follows_them(any_home: A
                 with writer.begin(key) as unit:
                     unit.put("media", content[key])
 
-    with any_home.build("a") as arena_build, any_home.attach_live("a") as live:
+    with any_home.build("a") as arena_build:
         children = [fork(lambda part=part: work(part)) for part in range(3)]  # type: ignore[misc]
-        seen: dict[str, bytes] = {}
-        while len(live) < len(content):
-            before = len(live)
-            for unit in range(before, before + live.refresh()):
-                seen[live.key(unit)] = bytes(live.view(unit))
+        seen: frozenset[str] = frozenset()
+        while len(seen) < len(content):
+            before, seen = seen, arena_build.committed_keys()
+            assert before <= seen
         assert [wait(child) for child in children] == [0, 0, 0]
-        assert seen == content and arena_build.committed_keys() == set(content)
+        assert seen == set(content)
         arena_build.seal({})
     assert contents(any_home, "a") == content
 
 
-def test_a_live_reader_keeps_its_numbers_when_the_arena_is_sealed(home: ArenaHome) -> None:
-    with home.build("a") as arena_build, home.attach_live("a") as live:
-        for key in ("c", "b"):
-            with arena_build.open_writer().begin(key) as unit:
-                unit.put("media", key.encode())
-            live.refresh()
-        with arena_build.open_writer().begin("a") as unit:
-            unit.put("media", b"a")
-        arena_build.put_table("t", np.arange(3))
-        arena_build.seal({"x": 1})
-        assert live.refresh() == 1 and live.sealed and live.refresh() == 0
-        assert [live.key(i) for i in range(3)] == ["c", "b", "a"]
-        assert [bytes(live.view(i)) for i in range(3)] == [b"c", b"b", b"a"]
-        assert live.table("t").tolist() == [0, 1, 2] and live.meta == {"x": 1}
-        live.verify()
-
-
-def test_a_live_reader_and_a_joined_writer_fail_after_the_build_was_abandoned(home: ArenaHome) -> None:
+def test_a_joined_writer_fails_after_the_build_was_abandoned(home: ArenaHome) -> None:
     arena_build = home.build("a")
-    live, joined = home.attach_live("a"), home.join("a")
+    joined = home.join("a")
     unit = joined.open_writer().begin("k")
     unit.put("media", b"1")
     arena_build.abandon()
     with pytest.raises(ArenaError, match="abandoned"):
         unit.commit()
-    with pytest.raises(ArenaMissingError, match="abandoned"):
-        live.refresh()
     joined.close()
-    live.close()
     assert os.listdir(home.path) == [HOME_MARKER]
 
 
@@ -254,7 +235,7 @@ def test_stored_bytes_counts_pages_and_not_file_lengths(home: ArenaHome) -> None
         for number in range(20):
             with writer.begin(f"{number}") as unit:
                 unit.put("media", bytes(65536 + 1))
-        taken = arena_build.stored_bytes()
+        taken = home.stored_bytes("a")
         assert 20 * 17 * 4096 <= taken <= 20 * 17 * 4096 + 10 * 4096, "padding to 64 KiB occupies no memory"
 
 

@@ -8,7 +8,6 @@ import shutil
 import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +63,7 @@ def forge(home: ArenaHome, change: Callable[[dict[str, bytearray], IndexCounts],
         assert name in {s.name for s in index_sections(counts)}
         checksums.append(xxhash.xxh3_64_intdigest(padded))
         rest += padded
-    body = _COUNTS.pack(*astuple(counts)) + struct.pack(f"<{len(checksums)}Q", *checksums)
+    body = _COUNTS.pack(*counts) + struct.pack(f"<{len(checksums)}Q", *checksums)
     path.write_bytes(fmt.pack_header(fmt.INDEX_MAGIC, uuid, body, fmt.INDEX_NBYTES) + rest)
 
 
@@ -242,7 +241,8 @@ def test_a_segment_listed_twice_is_refused(home: ArenaHome) -> None:
 
 def test_a_segment_of_another_kind_is_refused(home: ArenaHome) -> None:
     forge(home, lambda columns, counts: columns["segments"].__setitem__(4, fmt.TABLE_SEGMENT))
-    assert "has kind 0; the index lists 1" in str(refused(home))
+    message = str(refused(home))
+    assert "has kind 0 " in message and "the index lists kind 1 " in message
 
 
 def test_a_record_used_twice_is_found(home: ArenaHome) -> None:
@@ -261,14 +261,14 @@ def test_keys_out_of_order_or_not_text_are_found(home: ArenaHome) -> None:
         (home.path / "a" / "index").write_bytes(original)
 
 
-@pytest.mark.parametrize("field", [f for f in IndexCounts.__slots__])
+@pytest.mark.parametrize("field", IndexCounts._fields)
 @pytest.mark.parametrize("value", [(1 << 63) + 1, 1 << 40, 0])
 def test_a_wrong_count_is_refused(home: ArenaHome, field: str, value: int) -> None:
     path = home.path / "a" / "index"
     content = path.read_bytes()
     uuid, body = fmt.unpack_header(path, content, fmt.INDEX_MAGIC, fmt.INDEX_NBYTES)
-    counts = replace(IndexCounts(*_COUNTS.unpack_from(body)), **{field: value})
-    body = _COUNTS.pack(*astuple(counts)) + body[_COUNTS.size :].rstrip(b"\0")
+    counts = IndexCounts(*_COUNTS.unpack_from(body))._replace(**{field: value})
+    body = _COUNTS.pack(*counts) + body[_COUNTS.size :].rstrip(b"\0")
     path.write_bytes(fmt.pack_header(fmt.INDEX_MAGIC, uuid, body, fmt.INDEX_NBYTES) + content[fmt.INDEX_NBYTES :])
     assert "index" in str(refused(home))
 
@@ -276,7 +276,7 @@ def test_a_wrong_count_is_refused(home: ArenaHome, field: str, value: int) -> No
 def with_info(info: bytes) -> Change:
     def change(columns: dict[str, bytearray], counts: IndexCounts) -> IndexCounts:
         columns["info"] = bytearray(info)
-        return replace(counts, info_nbytes=len(info))
+        return counts._replace(info_nbytes=len(info))
 
     return change
 
@@ -342,14 +342,12 @@ def bad_entries() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("what", bad_entries())
-def test_a_wrong_journal_is_refused_by_live_readers_and_by_sealing(home: ArenaHome, what: str) -> None:
+def test_a_wrong_journal_is_refused_by_sealing(home: ArenaHome, what: str) -> None:
     with home.build("b") as arena_build:
         writer = arena_build.open_writer()
         writer.begin("x").put("media", b"0123456789")
         with (home.path / "b" / "0000.journal").open("ab") as journal:
             journal.write(bad_entries()[what])
-        with pytest.raises(ArenaDamagedError):
-            home.attach_live("b")
         writer._open_unit = None
         with pytest.raises(ArenaDamagedError):
             arena_build.seal({})
@@ -361,8 +359,6 @@ def test_a_torn_tail_of_a_journal_is_ignored(home: ArenaHome, tail: bytes) -> No
         unit.put("media", b"1")
     with (home.path / "b" / "0000.journal").open("ab") as journal:
         journal.write(tail)
-    with home.attach_live("b") as live:
-        assert [live.key(i) for i in range(len(live))] == ["x"]
     with home.build("b", resume=True) as arena_build:
         assert arena_build.committed_keys() == {"x"}
         arena_build.seal({})

@@ -24,7 +24,9 @@ def listing(root, limit=None, **captions):
 def texts(root, several=False, **captions):
     """Key → captions, as staging reads them."""
     listed = listing(root, several=several, **captions)
-    return {item.key: read_captions(item, listed.caption_syntax, "text", one_per_line=several) for item in listed.items}
+    return {
+        item.key: read_captions(item, listed.caption_syntax, CaptionSettings(several=several)) for item in listed.items
+    }
 
 
 def fingerprint(root, **captions):
@@ -93,7 +95,7 @@ def test_circular_links_are_skipped_with_their_reason(tmp_path):
     assert "folder skipped: Too many levels of symbolic links" in listed.notes
     assert [item.key for item in listed.items] == ["bad_caption", "good"]
     with pytest.raises(BrokenMediaError, match="caption"):
-        read_captions(listed.items[0], listed.caption_syntax, "text", one_per_line=False)
+        read_captions(listed.items[0], listed.caption_syntax, CaptionSettings())
 
 
 def test_a_relative_folder_is_the_same_dataset_as_its_absolute_path(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ def listing(path, limit=None, **captions):
 
 def texts(path, **captions):
     listed = listing(path, **captions)
-    return {i.key: read_captions(i, listed.caption_syntax, "text", one_per_line=False) for i in listed.items}
+    return {i.key: read_captions(i, listed.caption_syntax, CaptionSettings()) for i in listed.items}
 
 
 def indexed(path):

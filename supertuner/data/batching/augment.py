@@ -64,12 +64,7 @@ def draw_augmentation(augment: AugmentSettings, random_crop: bool, rng: SampleRn
 
 def colour_map(augmentation: AugmentationParams) -> AffineColourMap | None:
     """Brightness, then contrast around mid-grey, then saturation, then hue, as one map; None if it is the identity."""
-    if (augmentation.brightness, augmentation.contrast, augmentation.saturation, augmentation.hue) == (
-        1.0,
-        1.0,
-        1.0,
-        0.0,
-    ):
+    if augmentation.brightness == augmentation.contrast == augmentation.saturation == 1 and augmentation.hue == 0:
         return None
     grey = np.tile(LUMA, (3, 1))
     saturation = grey + augmentation.saturation * (np.eye(3) - grey)

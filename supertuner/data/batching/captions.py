@@ -25,17 +25,11 @@ def draw_caption(captions: Sequence[str], rules: CaptionSettings, rng: SampleRng
     """
     if rng.uniform("caption dropout") < rules.dropout:
         return ""
-    text = choose_caption(captions, rules, rng)
+    number = rng.integer_below(len(captions), "caption choice") if captions and rules.choose == "random" else 0
+    text = captions[number].strip() if captions else ""
     if rules.shuffle_tags:
         text = shuffle_tags(text, rules.tag_separator, rules.keep_tags, rng)
     return apply_trigger_word(text, rules.trigger_word, rules.tag_separator)
-
-
-def choose_caption(captions: Sequence[str], rules: CaptionSettings, rng: SampleRng) -> str:
-    if not captions:
-        return ""
-    number = rng.integer_below(len(captions), "caption choice") if rules.choose == "random" else 0
-    return captions[number].strip()
 
 
 def possible_captions(captions: Sequence[str], rules: CaptionSettings, rng: SampleRng | None = None) -> tuple[str, ...]:
@@ -57,8 +51,7 @@ def choose_caption_index(count: int, rules: CaptionSettings, rng: SampleRng) -> 
 
 def shuffle_tags(text: str, separator: str, keep: int, rng: SampleRng) -> str:
     """Shuffle the tags (Fisher-Yates), except the first `keep`. Empty tags are removed."""
-    tags = [tag.strip() for tag in text.split(separator)]
-    tags = [tag for tag in tags if tag]
+    tags = [stripped for tag in text.split(separator) if (stripped := tag.strip())]
     for last in range(len(tags) - 1, keep, -1):
         other = keep + rng.integer_below(last - keep + 1, "tag order", last)
         tags[last], tags[other] = tags[other], tags[last]

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Barrier
-from types import TracebackType
 from typing import TYPE_CHECKING
 
+from supertuner.core.closing import ClosingContextManager
 from supertuner.core.types import MediaKind
 from supertuner.data.batching.render import caption_for_sample, render_sample
 from supertuner.data.corpus import Corpus
@@ -50,8 +50,7 @@ class PendingBatch:
     """A batch that is being decoded."""
 
     def __init__(self, batch: DecodedBatch, row_futures: Sequence[Future[None]]) -> None:
-        self._batch = batch
-        self._row_futures = row_futures
+        self._batch, self._row_futures = batch, row_futures
 
     def result(self) -> DecodedBatch:
         """Wait for the batch. Raises the error of the first sample that failed."""
@@ -64,7 +63,7 @@ class PendingBatch:
             row.cancel()
 
 
-class DecoderPool:
+class DecoderPool(ClosingContextManager):
     """Threads that decode batches of a corpus. A context manager whose exit ends the threads."""
 
     def __init__(self, corpus: Corpus, threads: int) -> None:
@@ -76,32 +75,25 @@ class DecoderPool:
         """Start decoding a batch and return immediately. Samples are decoded in the order of submission."""
         import torch
 
-        draws, corpus = micro_batch.draws, self._corpus
-        groups = [corpus.order.groups[group] for group in draws.group]
+        draws, bucket, corpus = micro_batch.draws, micro_batch.bucket, self._corpus
+        dataset_indices = [corpus.order.groups[group].dataset_index for group in draws.group]
         samples, cycles = draws.sample.tolist(), draws.cycle.tolist()
-        datasets = [corpus.datasets[group.dataset_index] for group in groups]
-        dtype = torch.float32 if micro_batch.bucket.kind is MediaKind.AUDIO else torch.uint8
-        media = torch.empty((len(micro_batch), *micro_batch.bucket.shape), dtype=dtype)
+        rows = list(zip([corpus.datasets[index] for index in dataset_indices], samples, cycles, strict=True))
+        dtype = torch.float32 if bucket.kind is MediaKind.AUDIO else torch.uint8
+        media = torch.empty((len(micro_batch), *bucket.shape), dtype=dtype)
         batch = DecodedBatch(
-            bucket=micro_batch.bucket,
+            bucket=bucket,
             media=media,
-            captions=tuple(
-                caption_for_sample(corpus.seed, *sample_args)
-                for sample_args in zip(datasets, samples, cycles, strict=True)
-            ),
-            dataset_indices=tuple(group.dataset_index for group in groups),
+            captions=tuple(caption_for_sample(corpus.seed, *row) for row in rows),
+            dataset_indices=tuple(dataset_indices),
             sample_indices=tuple(samples),
-            sample_keys=tuple(dataset.samples.key(sample) for dataset, sample in zip(datasets, samples, strict=True)),
+            sample_keys=tuple(dataset.samples.key(sample) for dataset, sample, _ in rows),
             positions=tuple(draws.position.tolist()),
             cycles=tuple(cycles),
         )
-        row_futures = [
-            self._pool.submit(
-                render_sample, corpus.seed, datasets[i], samples[i], cycles[i], micro_batch.bucket, media[i]
-            )
-            for i in range(len(micro_batch))
-        ]
-        return PendingBatch(batch, row_futures)
+        submit = self._pool.submit
+        futures = [submit(render_sample, corpus.seed, *row, bucket, media[i]) for i, row in enumerate(rows)]
+        return PendingBatch(batch, futures)
 
     def decode(self, micro_batch: MicroBatch) -> DecodedBatch:
         """Decode a batch and wait for it."""
@@ -110,14 +102,6 @@ class DecoderPool:
     def close(self) -> None:
         """End the threads: samples in progress are finished, pending ones are cancelled."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def __enter__(self) -> DecoderPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def single_threaded_torch_pool(threads: int) -> ThreadPoolExecutor:

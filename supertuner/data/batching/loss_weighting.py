@@ -53,18 +53,13 @@ def load_sample_weights(dataset: CorpusDataset) -> NDArray[np.float32] | None:
     except OSError as error:
         raise SourceError(f"{key_path}: {file} cannot be read: {error.strerror}") from error
     except SourceError as error:
-        requirement = (
-            f"it must be a .jsonl, .csv or .parquet file with the columns {columns.file_column!r} and 'weight'"
-        )
-        raise SourceError(f"{key_path}: {str(error).partition('; set captions.')[0]}; {requirement}") from error
+        need = f"it must be a .jsonl, .csv or .parquet file with the columns {columns.file_column!r} and 'weight'"
+        raise SourceError(f"{key_path}: {str(error).partition('; set captions.')[0]}; {need}") from error
     weight_by_key = {os.path.splitext(name)[0]: _parse_weight(values, name, key_path) for name, values in cells.items()}
-    weights = np.ones(len(dataset.samples), np.float32)
-    matched_count = 0
-    for sample in range(len(weights)):
-        if (weight := weight_by_key.get(dataset.samples.key(sample))) is not None:
-            weights[sample], matched_count = weight, matched_count + 1
-    if not matched_count:
-        raise SourceError(f"{key_path}: no row of {file} names a sample, such as {dataset.samples.key(0)!r}")
+    keys = [dataset.samples.key(sample) for sample in range(len(dataset.samples))]
+    if weight_by_key.keys().isdisjoint(keys):
+        raise SourceError(f"{key_path}: no row of {file} names a sample, such as {keys[0]!r}")
+    weights = np.array([weight_by_key.get(key, 1.0) for key in keys], np.float32)
     return weights * np.float32(settings.loss_weight)
 
 
@@ -74,10 +69,8 @@ def _parse_weight(cells: list[object], name: str, key_path: str) -> float:
     except ValueError:
         value = math.nan
     if len(set(map(str, cells))) > 1 or not (0 <= value <= MAX_WEIGHT):
-        values_text = ", ".join(repr(cell) for cell in cells)
-        raise SourceError(
-            f"{key_path}: the weight of {name!r} is {values_text}; it must be one number from 0 to {MAX_WEIGHT:,}"
-        )
+        problem = f"the weight of {name!r} is {', '.join(map(repr, cells))}"
+        raise SourceError(f"{key_path}: {problem}; it must be one number from 0 to {MAX_WEIGHT:,}")
     return value
 
 
@@ -130,18 +123,12 @@ def find_loss_masks(dataset: CorpusDataset, sink: Sink) -> LossMasks | None:
             "a mask must have the name of its sample, with any extension"
         )
     if missing_keys:
-        shown = first_names(missing_keys, len(missing_keys))
-        sink.emit(
-            WarningEvent(
-                key_path, f"{len(missing_keys)} of {len(keys)} samples have no mask; all their pixels count ({shown})"
-            )
-        )
+        text = f"{len(missing_keys)} of {len(keys)} samples have no mask; all their pixels count"
+        sink.emit(WarningEvent(key_path, f"{text} ({first_names(missing_keys)})"))
     unused = sorted(names.keys() - set(keys))
     if unused:
-        shown = first_names(unused, len(unused))
-        sink.emit(
-            WarningEvent(key_path, f"{len(unused)} of {len(names)} masks have no sample and are not used ({shown})")
-        )
+        text = f"{len(unused)} of {len(names)} masks have no sample and are not used"
+        sink.emit(WarningEvent(key_path, f"{text} ({first_names(unused)})"))
     digest = xxhash.xxh3_128()
     for sample, key in enumerate(keys):
         if key in names:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 
+from supertuner.core.closing import ClosingContextManager, close_on_error
 from supertuner.data.batching.decoder_pool import DecodedBatch, DecoderPool, PendingBatch
 from supertuner.data.ordering.micro_batches import MicroBatch
 
 
-class BatchPrefetcher:
+class BatchPrefetcher(ClosingContextManager):
     """An iterator over batches, and a context manager whose exit cancels pending batches without waiting for them.
 
     Several prefetchers may share one decoder pool, which the prefetcher does not close. After an error it is exhausted,
@@ -23,9 +23,8 @@ class BatchPrefetcher:
 
     def __init__(self, decoder_pool: DecoderPool, micro_batches: Iterable[MicroBatch], batches_ahead: int) -> None:
         assert batches_ahead >= 0, f"batches_ahead is {batches_ahead}"
-        self._decoder_pool = decoder_pool
+        self._decoder_pool, self._batches_ahead = decoder_pool, batches_ahead
         self._micro_batches = iter(micro_batches)
-        self._batches_ahead = batches_ahead
         self._pending: deque[PendingBatch] = deque()
         self._submit_until(batches_ahead)
 
@@ -36,11 +35,8 @@ class BatchPrefetcher:
         self._submit_until(self._batches_ahead + 1)
         if not self._pending:
             raise StopIteration
-        try:
+        with close_on_error(self):
             return self._pending.popleft().result()
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Submit no more batches and cancel pending ones."""
@@ -48,17 +44,8 @@ class BatchPrefetcher:
         while self._pending:
             self._pending.popleft().cancel()
 
-    def __enter__(self) -> BatchPrefetcher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _submit_until(self, limit: int) -> None:
         while len(self._pending) < limit:
-            micro_batch = next(self._micro_batches, None)
-            if micro_batch is None:
+            if (micro_batch := next(self._micro_batches, None)) is None:
                 return
             self._pending.append(self._decoder_pool.submit(micro_batch))

@@ -21,7 +21,6 @@ from supertuner.data.decode import raising_broken_media
 from supertuner.data.decode.image import RGBImage
 from supertuner.data.decode.resize import crop_and_resize, crop_box
 from supertuner.data.ordering.buckets import Bucket, frames_available
-from supertuner.data.ordering.sample_collection import slice_metadata
 
 if TYPE_CHECKING:
     import torch
@@ -54,9 +53,8 @@ def rng_for_sample(seed: int, dataset: CorpusDataset, sample: int, cycle: int) -
 
 
 def caption_for_sample(seed: int, dataset: CorpusDataset, sample: int, cycle: int) -> str:
-    return draw_caption(
-        dataset.samples.captions(sample), dataset.settings.captions, rng_for_sample(seed, dataset, sample, cycle)
-    )
+    rng = rng_for_sample(seed, dataset, sample, cycle)
+    return draw_caption(dataset.samples.captions(sample), dataset.settings.captions, rng)
 
 
 def augmentation_for_sample(seed: int, dataset: CorpusDataset, sample: int, cycle: int) -> AugmentationParams:
@@ -128,10 +126,9 @@ def _decode_clip(
 ) -> Iterator[RGBImage]:
     from supertuner.data.decode.video import decode_video
 
-    fps = dataset.settings.fps
-    metadata = slice_metadata(dataset.samples, sample, sample + 1)
-    spare_frames = max(0, int(frames_available(metadata.frames, metadata.fps, fps)[0]) - bucket.frames)
-    payload = dataset.samples.media(sample)
+    fps, samples, row = dataset.settings.fps, dataset.samples, slice(sample, sample + 1)
+    spare_frames = max(0, int(frames_available(samples.frames[row], samples.fps[row], fps)[0]) - bucket.frames)
+    payload = samples.media(sample)
     with raising_broken_media(_sample_label(dataset, sample)):
         yield from decode_video(payload, round(augmentation.crop_time * spare_frames), bucket.frames, fps)
 
@@ -144,11 +141,9 @@ def _render_audio(
     from supertuner.data.decode.audio import decode_audio
 
     spare_s = max(0.0, float(dataset.samples.seconds[sample]) - bucket.samples / bucket.sample_rate)
-    payload = dataset.samples.media(sample)
+    payload, begin_s = dataset.samples.media(sample), augmentation.crop_time * spare_s
     with raising_broken_media(_sample_label(dataset, sample)):
-        sound = decode_audio(
-            payload, augmentation.crop_time * spare_s, bucket.samples, bucket.sample_rate, bucket.channels
-        )
+        sound = decode_audio(payload, begin_s, bucket.samples, bucket.sample_rate, bucket.channels)
     out_CT.copy_(torch.from_numpy(sound))
 
 
@@ -158,7 +153,6 @@ def _render_image(
     height, width = image.shape[:2]
     box = crop_box(width, height, bucket.width, bucket.height, augmentation.crop_x, augmentation.crop_y)
     scaled = crop_and_resize(image, box, bucket.width, bucket.height, dataset.settings.resize_filter)
-    colours = colour_map(augmentation)
-    if colours is not None:
+    if (colours := colour_map(augmentation)) is not None:
         apply_colour_map(scaled, colours)
     out_CHW.copy_(scaled.flip(-1) if augmentation.flip else scaled)

@@ -51,22 +51,14 @@ def build_corpus(
     assign: Callable[[DatasetSettings, SampleCollection], BucketMembers] = assign_buckets,
 ) -> Corpus:
     """Build the corpus. `assign` gives a dataset's buckets: `assign_buckets`, or `shared_bucket_members` of a home."""
-    corpus_datasets = tuple(
-        _corpus_dataset(settings, samples, assign(settings, samples)) for settings, samples in datasets
-    )
-    groups = [
-        BucketGroup(
-            dataset_index,
-            dataset.samples.id,
-            bucket,
-            dataset.members.samples_in(bucket_index),
-            draws_per_epoch(dataset.settings.repeats, dataset.settings.weight),
-        )
-        for dataset_index, dataset in enumerate(corpus_datasets)
-        for bucket_index, bucket in enumerate(dataset.members.buckets)
-    ]
-    return Corpus(corpus_datasets, SampleOrder(groups, seed=seed, batch_size=batch_size, drop_last=drop_last), seed)
-
-
-def _corpus_dataset(settings: DatasetSettings, samples: SampleCollection, members: BucketMembers) -> CorpusDataset:
-    return CorpusDataset(settings, samples, members, find_reference_images(settings, samples, members))
+    corpus_datasets: list[CorpusDataset] = []
+    groups: list[BucketGroup] = []
+    for index, (settings, samples) in enumerate(datasets):
+        members = assign(settings, samples)
+        references = find_reference_images(settings, samples, members)
+        corpus_datasets.append(CorpusDataset(settings, samples, members, references))
+        draws = draws_per_epoch(settings.repeats, settings.weight)
+        for number, bucket in enumerate(members.buckets):
+            groups.append(BucketGroup(index, samples.id, bucket, members.samples_in(number), draws))
+    order = SampleOrder(groups, seed=seed, batch_size=batch_size, drop_last=drop_last)
+    return Corpus(tuple(corpus_datasets), order, seed)

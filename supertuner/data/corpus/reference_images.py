@@ -51,9 +51,8 @@ class ReferenceImages:
         """Width and height: the bucket's aspect ratio, the area resolution², sides rounded to SIDE_MULTIPLE."""
         wide = math.sqrt(self.resolution * self.resolution * bucket.width / bucket.height)
         high = wide * bucket.height / bucket.width
-        return max(SIDE_MULTIPLE, round(wide / SIDE_MULTIPLE) * SIDE_MULTIPLE), max(
-            SIDE_MULTIPLE, round(high / SIDE_MULTIPLE) * SIDE_MULTIPLE
-        )
+        width, height = (max(1, round(side / SIDE_MULTIPLE)) * SIDE_MULTIPLE for side in (wide, high))
+        return width, height
 
     def load_image(self, sample: int) -> torch.Tensor:
         """The image as uint8 [C, H, W], cropped around its centre. Raises BrokenMediaError if it does not decode."""
@@ -69,9 +68,8 @@ class ReferenceImages:
     def cache_key_bytes(self, sample: int) -> bytes:
         """Everything that determines the image: the file's bytes, the size, and the filter. Reads the file."""
         file_digest = xxhash.xxh3_128_digest(self.files[sample].read_bytes())
-        return (
-            file_digest + f" {REFERENCE_VERSION} {self.image_size(self._bucket(sample))} {self.resize_filter}".encode()
-        )
+        size = self.image_size(self._bucket(sample))
+        return file_digest + f" {REFERENCE_VERSION} {size} {self.resize_filter}".encode()
 
     def _bucket(self, sample: int) -> Bucket:
         return self.buckets[int(self.bucket_indices[sample])]
@@ -93,7 +91,7 @@ def find_reference_images(
     if missing_keys:
         raise SourceError(
             f"{key_path}: {len(missing_keys)} of {len(keys)} samples have no image in {folder} "
-            f"({first_names(missing_keys, len(missing_keys))}); it must have the name of its sample, with any extension"
+            f"({first_names(missing_keys)}); it must have the name of its sample, with any extension"
         )
     files = tuple(Path(folder) / names[key] for key in keys)
     for file in files:
@@ -104,6 +102,5 @@ def find_reference_images(
     bucket_indices = np.zeros(len(samples), np.int32)
     for number in range(len(members.buckets)):
         bucket_indices[members.samples_in(number)] = number
-    return ReferenceImages(
-        files, settings.conditioning_resolution, settings.resize_filter, members.buckets, bucket_indices
-    )
+    resolution = settings.conditioning_resolution
+    return ReferenceImages(files, resolution, settings.resize_filter, members.buckets, bucket_indices)

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import MediaKind
-from supertuner.data.probe.media_info import MediaInfo
-from supertuner.data.probe.memoryview_file import MemoryviewFile
+from supertuner.data.probe.media_info import AV_AUDIO_FORMATS, MediaInfo
+from supertuner.data.probe.memoryview_file import MemoryviewFile, open_with_av
 
 _BLOCK_FRAMES = 1 << 16
 _MIN_COMPLETE_SHARE = 0.99
@@ -37,19 +37,19 @@ def require_decodes(payload: memoryview, info: MediaInfo, kind: MediaKind) -> No
     file that passes here cannot fail there. Audio is decoded in blocks, because only its completeness matters here and
     a long file would fill memory.
     """
-    decode = {MediaKind.IMAGE: _check_image, MediaKind.VIDEO: _check_video, MediaKind.AUDIO: _check_audio}[kind]
     try:
-        decode(payload, info)
+        if kind is MediaKind.IMAGE:
+            from supertuner.data.decode.image import decode_image
+
+            decode_image(payload)
+        elif kind is MediaKind.VIDEO:
+            _check_video(payload, info)
+        else:
+            _check_audio(payload, info)
     except BrokenMediaError as error:
         raise BrokenMediaError(f"does not decode: {error}") from error
     except Exception as error:  # decoders raise dozens of types for damaged bytes; all mean the same here
         raise BrokenMediaError(f"does not decode ({type(error).__name__}: {error})") from error
-
-
-def _check_image(payload: memoryview, info: MediaInfo) -> None:
-    from supertuner.data.decode.image import decode_image
-
-    decode_image(payload)
 
 
 def _check_video(payload: memoryview, info: MediaInfo) -> None:
@@ -61,8 +61,9 @@ def _check_video(payload: memoryview, info: MediaInfo) -> None:
 
 
 def _check_audio(payload: memoryview, info: MediaInfo) -> None:
-    if info.format in ("mp4", "matroska", "aac"):
-        decoded = _count_audio_with_av(payload)
+    if info.format in AV_AUDIO_FORMATS:
+        with open_with_av(payload) as container:
+            decoded = sum(frame.samples for frame in container.decode(container.streams.audio[0]))
     else:
         import soundfile
 
@@ -70,10 +71,3 @@ def _check_audio(payload: memoryview, info: MediaInfo) -> None:
             decoded = sum(len(block) for block in sound.blocks(_BLOCK_FRAMES, dtype="float32"))
     if decoded < info.frames * _MIN_COMPLETE_SHARE:
         raise BrokenMediaError(f"only {decoded} of {info.frames} samples")
-
-
-def _count_audio_with_av(payload: memoryview) -> int:
-    import av
-
-    with av.open(MemoryviewFile(payload), mode="r", metadata_errors="replace") as container:
-        return sum(frame.samples for frame in container.decode(container.streams.audio[0]))

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from supertuner.core.errors import BrokenMediaError
 from supertuner.data.probe.audio import MAX_SECONDS
-from supertuner.data.probe.memoryview_file import MemoryviewFile
+from supertuner.data.probe.media_info import AV_AUDIO_FORMATS
+from supertuner.data.probe.memoryview_file import MemoryviewFile, open_with_av
 from supertuner.data.probe.sniff import HEAD_BYTES, sniff
 
 AudioArray = NDArray[np.float32]
@@ -32,7 +33,7 @@ def decode_audio(payload: memoryview, begin_s: float, samples: int, rate: int, c
     """`samples` samples at `rate` from `begin_s` on, as [channels, samples]."""
     margin_s = min(begin_s, MARGIN_BEFORE_S)
     read_s = margin_s + samples / rate + MARGIN_AFTER_S
-    needs_av = sniff(bytes(payload[:HEAD_BYTES])) in ("mp4", "matroska", "aac")
+    needs_av = sniff(bytes(payload[:HEAD_BYTES])) in AV_AUDIO_FORMATS
     segment, file_rate = (_read_with_av if needs_av else _read_with_soundfile)(payload, begin_s - margin_s, read_s)
     sound = resample(mix_channels(segment, channels), file_rate, rate)
     skip = round(margin_s * rate)
@@ -47,16 +48,10 @@ def mix_channels(audio: AudioArray, channels: int) -> AudioArray:
     """Convert audio to a number of channels."""
     if audio.shape[0] == channels:
         return audio
-    if channels == 1:
-        return _mix_to_mono(audio)
-    if audio.shape[0] > channels:
+    if 1 < channels < audio.shape[0]:
         return audio[:channels]
-    return np.repeat(_mix_to_mono(audio), channels, axis=0)
-
-
-def _mix_to_mono(audio: AudioArray) -> AudioArray:
     mono: AudioArray = audio.mean(axis=0, keepdims=True, dtype=np.float32)
-    return mono
+    return np.repeat(mono, channels, axis=0)
 
 
 def resample(audio: AudioArray, rate: int, target_rate: int) -> AudioArray:
@@ -93,7 +88,7 @@ def _read_with_av(payload: memoryview, begin_s: float, length_s: float) -> tuple
     import av
 
     parts: list[AudioArray] = []
-    with av.open(MemoryviewFile(payload), mode="r", metadata_errors="replace") as container:
+    with open_with_av(payload) as container:
         if not container.streams.audio:
             raise BrokenMediaError("no audio stream")
         stream = container.streams.audio[0]

@@ -132,14 +132,10 @@ def _convert_to_srgb(image: Image, profile: Any) -> Image:
     color_mode = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}.get(profile.profile.xcolor_space)
     if color_mode is None or (image.mode != color_mode and "CMYK" in (image.mode, color_mode)):
         return image
+    source = image if image.mode == color_mode else image.convert(color_mode)
+    srgb, intent = ImageCms.createProfile("sRGB"), ImageCms.Intent.RELATIVE_COLORIMETRIC
     try:
-        converted = ImageCms.profileToProfile(
-            image if image.mode == color_mode else image.convert(color_mode),
-            profile,
-            ImageCms.createProfile("sRGB"),
-            renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
-            outputMode="RGB",
-        )
+        converted = ImageCms.profileToProfile(source, profile, srgb, renderingIntent=intent, outputMode="RGB")
     except ImageCms.PyCMSError:  # a profile that cannot be applied does not make the pixels unusable
         return image
     return image if converted is None else converted

@@ -41,9 +41,8 @@ def crop_box(width: int, height: int, target_width: int, target_height: int, cro
     else:
         crop_width, crop_height = width, max(1, round(width * target_height / target_width))
     crop_width, crop_height = min(crop_width, width), min(crop_height, height)
-    return CropBox(
-        round((width - crop_width) * crop_x), round((height - crop_height) * crop_y), crop_width, crop_height
-    )
+    left, top = round((width - crop_width) * crop_x), round((height - crop_height) * crop_y)
+    return CropBox(left, top, crop_width, crop_height)
 
 
 def crop_and_resize(
@@ -52,14 +51,13 @@ def crop_and_resize(
     """The part `box` of an RGB image, resized to width × height, as uint8 [C, H, W]."""
     import torch
 
-    crop = image_HWC[box.top : box.top + box.height, box.left : box.left + box.width]
-    if (box.width, box.height) == (width, height):
-        return torch.from_numpy(np.ascontiguousarray(crop)).permute(2, 0, 1)
-    if not torch_supports_filter(resize_filter):
+    crop = np.ascontiguousarray(image_HWC[box.top : box.top + box.height, box.left : box.left + box.width])
+    if (box.width, box.height) != (width, height) and not torch_supports_filter(resize_filter):
         return _resize_with_pillow(crop, width, height, resize_filter)
-    planes = torch.from_numpy(np.ascontiguousarray(crop)).permute(2, 0, 1).unsqueeze(0)
-    scaled = torch.nn.functional.interpolate(planes, (height, width), mode=resize_filter, antialias=True)
-    return scaled[0]
+    planes = torch.from_numpy(crop).permute(2, 0, 1)
+    if (box.width, box.height) == (width, height):
+        return planes
+    return torch.nn.functional.interpolate(planes[None], (height, width), mode=resize_filter, antialias=True)[0]
 
 
 def torch_supports_filter(resize_filter: ResizeFilter) -> bool:
@@ -71,17 +69,10 @@ def torch_supports_filter(resize_filter: ResizeFilter) -> bool:
     return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= LANCZOS_TORCH_VERSION
 
 
-def _resize_with_pillow(
-    part_HWC: NDArray[np.uint8], width: int, height: int, resize_filter: ResizeFilter
-) -> torch.Tensor:
+def _resize_with_pillow(part_HWC: NDArray[np.uint8], width: int, height: int, name: ResizeFilter) -> torch.Tensor:
     import torch
     from PIL import Image
 
-    filters = {
-        "lanczos": Image.Resampling.LANCZOS,
-        "bicubic": Image.Resampling.BICUBIC,
-        "bilinear": Image.Resampling.BILINEAR,
-        "area": Image.Resampling.BOX,
-    }
-    image = Image.fromarray(np.ascontiguousarray(part_HWC)).resize((width, height), filters[resize_filter])
+    resample = Image.Resampling.BOX if name == "area" else Image.Resampling[name.upper()]
+    image = Image.fromarray(part_HWC).resize((width, height), resample)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)

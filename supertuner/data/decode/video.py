@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from supertuner.core.errors import BrokenMediaError
 from supertuner.data.decode.image import RGBImage
 from supertuner.data.probe.media_info import MAX_PIXELS
-from supertuner.data.probe.memoryview_file import MemoryviewFile
+from supertuner.data.probe.memoryview_file import open_with_av
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -35,9 +35,7 @@ _COLORSPACE_UNSPECIFIED = 2
 
 def decode_video(payload: memoryview, first: int, count: int, fps: float | None) -> Iterator[RGBImage]:
     """`count` frames as [H, W, C] from frame `first` on; both count at `fps` (None: the file's own rate)."""
-    import av
-
-    with av.open(MemoryviewFile(payload), mode="r", metadata_errors="replace") as container:
+    with open_with_av(payload) as container:
         stream = _video_stream(container)
         timestamps = _read_timestamps(container, stream)
         picks = choose_frames(timestamps.seconds, first, count, fps)
@@ -142,11 +140,8 @@ def _to_rgb(frame: VideoFrame, convert: VideoReformatter) -> RGBImage:
         raise BrokenMediaError(f"a frame of {frame.width}×{frame.height} pixels")
     if frame.is_corrupt:
         raise BrokenMediaError("a damaged frame")
-    image = (
-        convert.reformat(frame, format="rgb24", src_colorspace=_source_colorspace(frame))
-        .to_ndarray()
-        .astype(np.uint8, copy=False)
-    )
+    converted = convert.reformat(frame, format="rgb24", src_colorspace=_source_colorspace(frame))
+    image = converted.to_ndarray().astype(np.uint8, copy=False)
     quarter_turns = round(frame.rotation / 90)
     return np.ascontiguousarray(np.rot90(image, quarter_turns)) if quarter_turns % 4 else image
 

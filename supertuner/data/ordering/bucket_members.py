@@ -51,8 +51,7 @@ class BucketMembers:
 
 def assign_buckets(settings: DatasetSettings, samples: SampleCollection) -> BucketMembers:
     """Compute the table of a dataset; takes about 0.1 s per million samples."""
-    columns = _bucket_index_columns(settings, samples)
-    table = bucket_table(settings)
+    table, columns = bucket_table(settings), _bucket_index_columns(settings, samples)
     samples_by_bucket: dict[Bucket, list[NDArray[np.uint32]]] = {}
     for column in columns:
         order = np.argsort(_narrow(column), kind="stable").astype(np.uint32)
@@ -61,10 +60,8 @@ def assign_buckets(settings: DatasetSettings, samples: SampleCollection) -> Buck
             if end > begin:
                 samples_by_bucket.setdefault(table[number], []).append(order[begin:end])
     # Neighbouring resolutions can share a size, but a bucket contains a sample only once.
-    parts = [
-        parts_of_bucket[0] if len(parts_of_bucket) == 1 else np.unique(np.concatenate(parts_of_bucket))
-        for parts_of_bucket in samples_by_bucket.values()
-    ]
+    lists = samples_by_bucket.values()
+    parts = [arrays[0] if len(arrays) == 1 else np.unique(np.concatenate(arrays)) for arrays in lists]
     unassigned = np.all([column == NO_BUCKET for column in columns], axis=0)
     return BucketMembers(
         tuple(samples_by_bucket),

@@ -76,9 +76,8 @@ def bucket_sizes(resolution: int, step: int, max_ratio: float) -> tuple[tuple[in
         is_close = abs(Fraction(across * down * step * step, resolution * resolution) - 1) <= AREA_TOLERANCE
         if is_close and max(across, down) <= max_ratio * min(across, down):
             sizes_in_steps |= {(across, down), (down, across)}
-    return tuple(
-        (w * step, h * step) for w, h in sorted(sizes_in_steps, key=lambda side: (Fraction(side[0], side[1]), side))
-    )
+    by_ratio = sorted(sizes_in_steps, key=lambda size: (Fraction(*size), size))
+    return tuple((width * step, height * step) for width, height in by_ratio)
 
 
 def resolution_ladder(resolutions: Sequence[int], step: int, upscale: bool) -> tuple[int, ...]:
@@ -100,11 +99,6 @@ def nearest_size(width: Int32Array, height: Int32Array, table: Sequence[tuple[in
     keep = np.array([i for i in range(len(table)) if i + 1 == len(table) or ratios[i] != ratios[i + 1]])
     borders = np.sqrt(ratios[keep][:-1] * ratios[keep][1:])
     return keep[np.searchsorted(borders, width / height, side="left")].astype(np.int32)
-
-
-def covers_size(width: Int32Array, height: Int32Array, size: Int32Array) -> NDArray[np.bool_]:
-    """Whether each sample covers its size (rows of width, height) without upscaling."""
-    return (width >= size[:, 0]) & (height >= size[:, 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +133,8 @@ def size_indices(width: Int32Array, height: Int32Array, rule: SizeRule) -> list[
         is_requested = rule.every_resolution and rung in rule.resolutions
         rows = np.arange(len(width)) if is_requested else np.flatnonzero(best == NO_BUCKET)
         nearest = nearest_size(width[rows], height[rows], table)
-        fits = covers_size(width[rows], height[rows], np.array(table, np.int32)[nearest])
+        size = np.array(table, np.int32)[nearest]
+        fits = (width[rows] >= size[:, 0]) & (height[rows] >= size[:, 1])  # without upscaling
         if rule.upscale and (is_requested or rung == smallest_rung):
             fits[:] = True
         size_index = np.where(fits, nearest + np.int32(begin), np.int32(NO_BUCKET)).astype(np.int32)
@@ -147,11 +142,9 @@ def size_indices(width: Int32Array, height: Int32Array, rule: SizeRule) -> list[
         if is_requested:
             columns.append(size_index)
         begin += len(table)
-    return _each_or_best(columns, best) if rule.every_resolution else [best]
-
-
-def _each_or_best(columns: list[Int32Array], best: Int32Array) -> list[Int32Array]:
-    """A sample that fits no requested resolution is used once, at the best one below them."""
+    if not rule.every_resolution:
+        return [best]
+    # a sample that fits no requested resolution is used once, at the best one below them
     unassigned = np.all([column == NO_BUCKET for column in columns], axis=0)
     return [*columns[:-1], np.where(unassigned, best, columns[-1])]
 

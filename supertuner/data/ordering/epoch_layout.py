@@ -41,9 +41,6 @@ class EpochLayout:
     def slot_count(self) -> int:
         return int(self.chunk_begin[-1])
 
-    def slot_at(self, position: I64) -> I64:
-        return self.slot_and_offset(position)[0]
-
     def slot_begin(self, slot: I64) -> I64:
         """Position at which a slot begins; for the slot after the last one, the epoch's length."""
         return slot * self.batch_size - self.missing_before[np.searchsorted(self.short_slots, slot, side="left")]
@@ -56,7 +53,9 @@ class EpochLayout:
 
     def slot_and_offset(self, position: I64) -> tuple[I64, I64]:
         """The slot of each position, and the offset within the slot."""
-        return np.divmod(self._padded_position(position), self.batch_size)
+        # the position that each position would have if every chunk before it were full
+        padded = position + self.missing_before[np.searchsorted(self.short_ends, position, side="right")]
+        return np.divmod(padded, self.batch_size)
 
     def stream_index(self, chunk: I64, offset: I64) -> tuple[I64, I64]:
         """Group and index in the group's stream of each draw, given by chunk and offset within the chunk."""
@@ -66,26 +65,19 @@ class EpochLayout:
     def permutation_args(self, index: I64) -> tuple[U64, U64, U64]:
         return _permutation_args(index, self.slot_count, self.key)
 
-    def _padded_position(self, position: I64) -> I64:
-        """The position that each position would have if every chunk before it were full."""
-        return position + self.missing_before[np.searchsorted(self.short_ends, position, side="right")]
-
 
 def locate_positions(parts: Sequence[tuple[EpochLayout, I64]]) -> tuple[I64, I64]:
     """Group and index in the group's stream of positions in several epochs, concatenated.
 
     All epochs share one call of `permute`, because its cost is per call and short epochs are many.
     """
-    slots_and_offsets = [layout.slot_and_offset(position) for layout, position in parts]
-    permutation_args = [
-        layout.permutation_args(slot) for (layout, _), (slot, _) in zip(parts, slots_and_offsets, strict=True)
-    ]
-    chunks = permute(*map(np.concatenate, zip(*permutation_args, strict=True))).astype(np.int64)
+    layouts = [layout for layout, _ in parts]
+    slots, offsets = zip(*[layout.slot_and_offset(position) for layout, position in parts], strict=True)
+    arguments = [layout.permutation_args(slot) for layout, slot in zip(layouts, slots, strict=True)]
+    chunks = permute(*map(np.concatenate, zip(*arguments, strict=True))).astype(np.int64)
     ends = np.cumsum([len(position) for _, position in parts])[:-1]
-    located = [
-        layout.stream_index(chunk, offset)
-        for (layout, _), (_, offset), chunk in zip(parts, slots_and_offsets, np.split(chunks, ends), strict=True)
-    ]
+    rows = zip(layouts, np.split(chunks, ends), offsets, strict=True)
+    located = [layout.stream_index(chunk, offset) for layout, chunk, offset in rows]
     group, stream_index = map(np.concatenate, zip(*located, strict=True))
     return group, stream_index
 

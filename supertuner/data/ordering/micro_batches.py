@@ -27,8 +27,8 @@ def shard_window(window: range, rank: int, world_size: int) -> range:
     Shares are contiguous, because neighbouring positions have the same bucket and so share a micro-batch.
     """
     assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
-    bounds = [window.start + len(window) * r // world_size for r in (rank, rank + 1)]
-    return range(bounds[0], bounds[1])
+    begin, end = (window.start + len(window) * r // world_size for r in (rank, rank + 1))
+    return range(begin, end)
 
 
 def micro_batches(order: SampleOrder, window: range, size: int) -> list[MicroBatch]:
@@ -55,7 +55,5 @@ def split_micro_batches(order: SampleOrder, draws: SampleDraws, size: int) -> li
 def single_micro_batch(order: SampleOrder, draws: SampleDraws) -> MicroBatch:
     """Draws that already have a single bucket, as those of `SampleOrder.batches` do, as one micro-batch."""
     bucket = order.groups[int(draws.group[0])].bucket
-    assert all(order.groups[group].bucket == bucket for group in np.unique(draws.group)), (
-        "a micro-batch must have a single bucket"
-    )
+    assert all(order.groups[group].bucket == bucket for group in np.unique(draws.group)), "several buckets"
     return MicroBatch(bucket, draws)

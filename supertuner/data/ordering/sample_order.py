@@ -81,28 +81,27 @@ class SampleOrder:
     """The order of all samples of all datasets. Immutable."""
 
     def __init__(self, groups: Sequence[BucketGroup], *, seed: int, batch_size: int, drop_last: bool = False) -> None:
-        self.groups = tuple(
-            sorted((g for g in groups if len(g.sample_indices)), key=lambda g: (g.dataset_id, g.bucket))
-        )
+        used = [group for group in groups if len(group.sample_indices)]
+        self.groups = tuple(sorted(used, key=lambda group: (group.dataset_id, group.bucket)))
         self.seed, self.batch_size, self.drop_last = seed, batch_size, drop_last
         self._group_sizes = np.array([len(g.sample_indices) for g in self.groups], np.int64)
-        whole_and_remainder = [
-            divmod(len(g.sample_indices) * g.draws_per_epoch.numerator, g.draws_per_epoch.denominator)
-            for g in self.groups
-        ]
-        self._whole_draws = np.array([whole for whole, _ in whole_and_remainder], np.int64)
-        self._remainder_draws = np.array([remainder for _, remainder in whole_and_remainder], np.int64)
-        self._rate_denominators = np.array([g.draws_per_epoch.denominator for g in self.groups], np.int64)
+        rates = [g.draws_per_epoch for g in self.groups]
+        draws = [len(g.sample_indices) * rate.numerator for g, rate in zip(self.groups, rates, strict=True)]
+        divided = [divmod(count, rate.denominator) for count, rate in zip(draws, rates, strict=True)]
+        self._whole_draws = np.array([whole for whole, _ in divided], np.int64)
+        self._remainder_draws = np.array([remainder for _, remainder in divided], np.int64)
+        self._rate_denominators = np.array([rate.denominator for rate in rates], np.int64)
         names: list[tuple[int | str, ...]] = [(g.dataset_id, str(g.bucket.kind), *g.bucket.shape) for g in self.groups]
         self._group_keys = np.array([hash_key("group", seed, *name) for name in names], np.uint64)
         # Different phases prevent that the fractional draws of all groups round up in the same epoch.
-        phase = [
-            hash_key("phase", seed, *n) % g.draws_per_epoch.denominator for n, g in zip(names, self.groups, strict=True)
-        ]
+        phase = [hash_key("phase", seed, *name) % rate.denominator for name, rate in zip(names, rates, strict=True)]
         self._phase = np.array(phase, np.int64)
         self.epoch_layout = lru_cache(maxsize=4)(self._build_layout)
+        if not self.groups:
+            raise SourceError("no sample is left to train on; the list of set-aside samples says why")
         if len(self.never_drawn()) == len(self.groups):
-            raise SourceError(self._empty_order_message())
+            problem = f"loader.drop_last leaves nothing: no bucket has {batch_size} samples (train.batch_size)"
+            raise SourceError(f"{problem}; lower the batch size or set drop_last to false")
 
     def never_drawn(self) -> list[BucketGroup]:
         """Groups that cannot fill one batch in any epoch and that `drop_last` therefore always drops."""
@@ -113,12 +112,9 @@ class SampleOrder:
         """Position of the epoch's first sample, in closed form, so that a resumed run computes it directly."""
         drawn = self._stream_begin(epoch)
         longer = drawn - epoch * self._whole_draws  # how many of these epochs took one draw more than `_whole_draws`
-        return int(
-            (
-                (epoch - longer) * self._drop_partial_batches(self._whole_draws)
-                + longer * self._drop_partial_batches(self._whole_draws + 1)
-            ).sum()
-        )
+        short_draws = self._drop_partial_batches(self._whole_draws)
+        long_draws = self._drop_partial_batches(self._whole_draws + 1)
+        return int(((epoch - longer) * short_draws + longer * long_draws).sum())
 
     def epoch_length(self, epoch: int) -> int:
         return self.epoch_begin(epoch + 1) - self.epoch_begin(epoch)
@@ -168,7 +164,7 @@ class SampleOrder:
             epoch += 1
 
     def _epoch_batches(self, layout: EpochLayout, begin: int) -> Iterator[SampleDraws]:
-        first = int(layout.slot_at(np.array([begin]))[0])
+        first = int(layout.slot_and_offset(np.array([begin]))[0][0])
         for slot in range(first, layout.slot_count, SLOTS_PER_CALL):
             edges = layout.slot_begin(np.arange(slot, min(slot + SLOTS_PER_CALL, layout.slot_count) + 1))
             edges[0] = max(int(edges[0]), begin)
@@ -179,11 +175,10 @@ class SampleOrder:
     def _draws(self, parts: Sequence[tuple[EpochLayout, I64]]) -> SampleDraws:
         """The draws at positions of several epochs, which are relative to their epoch's begin."""
         group, stream_index = locate_positions(parts)
-        cycle, index_in_group = np.divmod(stream_index, self._group_sizes[group])
+        sizes = self._group_sizes[group]
+        cycle, index_in_group = np.divmod(stream_index, sizes)
         keys = derive_keys(self._group_keys[group], cycle.astype(np.uint64))
-        index_in_group = permute(
-            index_in_group.astype(np.uint64), self._group_sizes[group].astype(np.uint64), keys
-        ).astype(np.int64)
+        index_in_group = permute(index_in_group.astype(np.uint64), sizes.astype(np.uint64), keys).astype(np.int64)
         sample = np.empty(len(group), np.int64)
         for group_index in np.unique(group):
             rows = group == group_index
@@ -204,11 +199,3 @@ class SampleOrder:
 
     def _drop_partial_batches(self, draws: I64) -> I64:
         return draws - draws % self.batch_size if self.drop_last else draws
-
-    def _empty_order_message(self) -> str:
-        if not self.groups:
-            return "no sample is left to train on; the list of set-aside samples says why"
-        return (
-            f"loader.drop_last leaves nothing: no bucket has {self.batch_size} samples (train.batch_size); "
-            "lower the batch size or set drop_last to false"
-        )

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import MediaKind
+from supertuner.data.probe.audio import probe_audio
 from supertuner.data.probe.image import JPEG_HEAD_BYTES, probe_jpeg, probe_png, probe_webp
 from supertuner.data.probe.media_info import MediaInfo
 from supertuner.data.probe.sniff import HEAD_BYTES, format_allows_kind, sniff
+from supertuner.data.probe.video import probe_video
 
-_IMAGE_PROBES = {"png": probe_png, "webp": probe_webp}
+_ACCEPTED_FORMATS = {
+    MediaKind.IMAGE: "JPEG, PNG or WebP",
+    MediaKind.VIDEO: "MP4, MOV, MKV, WebM, AVI or TS",
+    MediaKind.AUDIO: "WAV, FLAC, OGG, MP3 or AAC",
+}
 
 
 def probe(payload: memoryview, kind: MediaKind) -> MediaInfo:
@@ -18,29 +24,8 @@ def probe(payload: memoryview, kind: MediaKind) -> MediaInfo:
         return probe_jpeg(payload, head)
     format = sniff(head[:HEAD_BYTES])
     if format is None or not format_allows_kind(format, kind):
-        raise BrokenMediaError(_wrong_type_message(format, kind))
-    image_probe = _IMAGE_PROBES.get(format)
-    if image_probe is not None:
-        return image_probe(payload)
-    return _probe_video_or_audio(format, payload, kind)
-
-
-def _probe_video_or_audio(format: str, payload: memoryview, kind: MediaKind) -> MediaInfo:
-    """Imports PyAV or libsndfile only here, so that image datasets never load them."""
-    if kind is MediaKind.VIDEO:
-        from supertuner.data.probe import video
-
-        return video.probe_video(format, payload)
-    from supertuner.data.probe import audio
-
-    return audio.probe_audio(format, payload)
-
-
-def _wrong_type_message(format: str | None, kind: MediaKind) -> str:
-    accepted_formats = {
-        "image": "JPEG, PNG or WebP",
-        "video": "MP4, MOV, MKV, WebM, AVI or TS",
-        "audio": "WAV, FLAC, OGG, MP3 or AAC",
-    }
-    actual_type = "of an unknown type" if format is None else f"really {format}"
-    return f"wrong type: it is {actual_type}; {kind} must be {accepted_formats[kind]}"
+        actual_type = "of an unknown type" if format is None else f"really {format}"
+        raise BrokenMediaError(f"wrong type: it is {actual_type}; {kind} must be {_ACCEPTED_FORMATS[kind]}")
+    if kind is MediaKind.IMAGE:
+        return (probe_png if format == "png" else probe_webp)(payload)
+    return (probe_video if kind is MediaKind.VIDEO else probe_audio)(format, payload)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from supertuner.core.errors import BrokenMediaError
 from supertuner.data.probe.container import require_complete
-from supertuner.data.probe.media_info import MediaInfo
-from supertuner.data.probe.memoryview_file import MemoryviewFile
+from supertuner.data.probe.media_info import AV_AUDIO_FORMATS, MediaInfo
+from supertuner.data.probe.memoryview_file import MemoryviewFile, open_with_av
 
 if TYPE_CHECKING:
     import soundfile
@@ -21,11 +21,7 @@ MAX_SECONDS = 24 * 3600.0
 def probe_audio(format: str, payload: memoryview) -> MediaInfo:
     """Metadata of a complete audio file. Raises BrokenMediaError if it is not complete or not readable."""
     require_complete(format, payload)
-    info = (
-        _probe_with_av(format, payload)
-        if format in ("mp4", "matroska", "aac")
-        else _probe_with_soundfile(format, payload)
-    )
+    info = (_probe_with_av if format in AV_AUDIO_FORMATS else _probe_with_soundfile)(format, payload)
     if not (info.frames and info.channels and info.sample_rate):
         raise BrokenMediaError("contains no audio")
     if info.seconds > MAX_SECONDS:
@@ -40,10 +36,8 @@ def _probe_with_soundfile(format: str, payload: memoryview) -> MediaInfo:
         with soundfile.SoundFile(MemoryviewFile(payload)) as sound:
             if format == "flac":
                 _require_last_sample(sound)
-            rate = sound.samplerate
-            return MediaInfo(
-                format, frames=sound.frames, seconds=sound.frames / rate, sample_rate=rate, channels=sound.channels
-            )
+            frames, rate = sound.frames, sound.samplerate
+            return MediaInfo(format, frames=frames, seconds=frames / rate, sample_rate=rate, channels=sound.channels)
     except soundfile.LibsndfileError as error:
         raise BrokenMediaError(f"not a readable audio file: {error.error_string}") from error
 
@@ -65,7 +59,7 @@ def _probe_with_av(format: str, payload: memoryview) -> MediaInfo:
     import av
 
     try:
-        with av.open(MemoryviewFile(payload), mode="r", metadata_errors="replace") as container:
+        with open_with_av(payload) as container:
             if not container.streams.audio:
                 raise BrokenMediaError(f"{format} without an audio stream")
             stream = container.streams.audio[0]

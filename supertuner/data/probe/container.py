@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from supertuner.core.errors import BrokenMediaError
 
@@ -98,13 +97,11 @@ def _mp3_end(payload: memoryview) -> int:
     return start + int(nbytes * _MP3_SLACK) if flags & 3 == 3 else 0
 
 
-_END_FINDERS: Mapping[str, Callable[[memoryview], int]] = MappingProxyType(
-    {
-        "mp4": _mp4_end,
-        "matroska": _matroska_end,
-        "wav": _riff_end,
-        "avi": _riff_end,
-        "ogg": _ogg_end,
-        "mp3": _mp3_end,
-    }
-)
+_END_FINDERS: Mapping[str, Callable[[memoryview], int]] = {
+    "mp4": _mp4_end,
+    "matroska": _matroska_end,
+    "wav": _riff_end,
+    "avi": _riff_end,
+    "ogg": _ogg_end,
+    "mp3": _mp3_end,
+}

@@ -37,8 +37,11 @@ def probe_jpeg(payload: memoryview, head: bytes) -> MediaInfo:
     """Metadata of a complete JPEG file whose first bytes are `head`. Raises BrokenMediaError if it is not complete."""
     try:
         width, height, orientation, scan_begin = _jpeg_header(head)
-    except struct.error:
-        width, height, orientation, scan_begin = _full_jpeg_header(payload)
+    except struct.error:  # its EXIF block, colour profile or thumbnail does not fit into JPEG_HEAD_BYTES
+        try:
+            width, height, orientation, scan_begin = _jpeg_header(payload)
+        except struct.error:
+            raise BrokenMediaError("truncated: ends inside the JPEG header") from None
     if not _has_end_marker(payload, scan_begin):
         raise BrokenMediaError("truncated: a JPEG without its end marker")
     return image_info("jpeg", width, height, orientation)
@@ -46,10 +49,10 @@ def probe_jpeg(payload: memoryview, head: bytes) -> MediaInfo:
 
 def probe_png(payload: memoryview) -> MediaInfo:
     """Metadata of a complete PNG file. Raises BrokenMediaError if it is not complete."""
-    if len(payload) < 33 or bytes(payload[12:16]) != b"IHDR":
-        raise BrokenMediaError(
-            "truncated: ends inside the PNG header" if len(payload) < 33 else "a PNG without a header"
-        )
+    if len(payload) < 33:
+        raise BrokenMediaError("truncated: ends inside the PNG header")
+    if bytes(payload[12:16]) != b"IHDR":
+        raise BrokenMediaError("a PNG without a header")
     width, height = _PNG_SIZE.unpack_from(payload, 16)
     return image_info("png", width, height, _walk_png_chunks(payload))
 
@@ -85,12 +88,8 @@ def exif_orientation(tiff: memoryview | bytes) -> int:
     """
     if len(tiff) < 14:
         return 1
-    byte_order_mark = bytes(tiff[:4])
-    if byte_order_mark == b"II*\0":
-        byte_order = "<"
-    elif byte_order_mark == b"MM\0*":
-        byte_order = ">"
-    else:
+    byte_order = {b"II*\0": "<", b"MM\0*": ">"}.get(bytes(tiff[:4]))
+    if byte_order is None:
         return 1
     (start,) = struct.unpack_from(byte_order + "I", tiff, 4)
     if start + 2 > len(tiff):
@@ -103,14 +102,6 @@ def exif_orientation(tiff: memoryview | bytes) -> int:
         if tag == _ORIENTATION_TAG:
             return value if kind == _EXIF_SHORT and 1 <= value <= 8 else 1
     return 1
-
-
-def _full_jpeg_header(payload: memoryview) -> tuple[int, int, int, int]:
-    """The header of a file whose EXIF block, colour profile or thumbnail does not fit into JPEG_HEAD_BYTES."""
-    try:
-        return _jpeg_header(payload)
-    except struct.error:
-        raise BrokenMediaError("truncated: ends inside the JPEG header") from None
 
 
 def _jpeg_header(payload: bytes | memoryview) -> tuple[int, int, int, int]:

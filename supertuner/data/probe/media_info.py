@@ -9,6 +9,8 @@ from supertuner.core.errors import BrokenMediaError
 MAX_PIXELS = 178_956_970
 """Pillow's threshold for decompression bombs, so that an accepted image does not fail in Pillow."""
 MAX_SIDE = 65_535
+AV_AUDIO_FORMATS = ("mp4", "matroska", "aac")
+"""Audio formats that PyAV reads; libsndfile reads the others."""
 
 
 class MediaInfo(NamedTuple):
@@ -34,9 +36,8 @@ def image_info(format: str, width: int, height: int, orientation: int) -> MediaI
     if not (width and height):
         raise BrokenMediaError(f"its header states {width}×{height} pixels")
     if width * height > MAX_PIXELS or width > MAX_SIDE or height > MAX_SIDE:
-        raise BrokenMediaError(
-            f"would decode to {width}×{height} pixels, more than {MAX_PIXELS / 1e6:.0f} million (decompression bomb?)"
-        )
+        limit = f"{MAX_PIXELS / 1e6:.0f} million"
+        raise BrokenMediaError(f"would decode to {width}×{height} pixels, more than {limit} (decompression bomb?)")
     if orientation >= 5:  # the four orientations that swap width and height
-        return MediaInfo(format, height, width, orientation, 1)
+        width, height = height, width
     return MediaInfo(format, width, height, orientation, 1)

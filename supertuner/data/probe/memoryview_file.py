@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
 
 
 class MemoryviewFile(io.RawIOBase):
@@ -38,3 +42,10 @@ class MemoryviewFile(io.RawIOBase):
         part = bytes(self._payload[self._position : end])
         self._position += len(part)
         return part
+
+
+def open_with_av(payload: memoryview) -> InputContainer:
+    """Open a video or audio file with PyAV, which is imported only here, so that image datasets never load it."""
+    import av
+
+    return av.open(MemoryviewFile(payload), mode="r", metadata_errors="replace")

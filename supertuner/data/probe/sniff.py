@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from supertuner.core.types import MediaKind
 
 HEAD_BYTES = 192
 """How many bytes `sniff` needs."""
 
-KIND_BY_FORMAT: Mapping[str, MediaKind] = MappingProxyType(
-    {
-        "jpeg": MediaKind.IMAGE,
-        "png": MediaKind.IMAGE,
-        "webp": MediaKind.IMAGE,
-        "mp4": MediaKind.VIDEO,
-        "matroska": MediaKind.VIDEO,
-        "avi": MediaKind.VIDEO,
-        "mpegts": MediaKind.VIDEO,
-        "wav": MediaKind.AUDIO,
-        "flac": MediaKind.AUDIO,
-        "ogg": MediaKind.AUDIO,
-        "mp3": MediaKind.AUDIO,
-        "aac": MediaKind.AUDIO,
-    }
-)
+KIND_BY_FORMAT: Mapping[str, MediaKind] = {
+    **dict.fromkeys(("jpeg", "png", "webp"), MediaKind.IMAGE),
+    **dict.fromkeys(("mp4", "matroska", "avi", "mpegts"), MediaKind.VIDEO),
+    **dict.fromkeys(("wav", "flac", "ogg", "mp3", "aac"), MediaKind.AUDIO),
+}
 """The usual kind of each format. MP4, Matroska and Ogg can contain audio, video or both: see `format_allows_kind`."""
 
-KIND_BY_EXTENSION: Mapping[str, MediaKind] = MappingProxyType(
-    {
-        **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp"), MediaKind.IMAGE),
-        **dict.fromkeys((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts"), MediaKind.VIDEO),
-        **dict.fromkeys((".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".m4a", ".aac"), MediaKind.AUDIO),
-    }
-)
+KIND_BY_EXTENSION: Mapping[str, MediaKind] = {
+    **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp"), MediaKind.IMAGE),
+    **dict.fromkeys((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts"), MediaKind.VIDEO),
+    **dict.fromkeys((".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".m4a", ".aac"), MediaKind.AUDIO),
+}
 """Which files of a folder are candidates for a kind. Their headers then decide."""
 
 UNSUPPORTED_EXTENSIONS = frozenset(
@@ -63,8 +49,8 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"<!doctype", "html"),
     (b"<html", "html"),
 )
-_RIFF_FORMATS = MappingProxyType({b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"})
-_STILL_BRANDS = MappingProxyType({b"avif": "avif", b"avis": "avif", b"heic": "heic", b"mif1": "heic", b"heix": "heic"})
+_RIFF_FORMATS = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}
+_STILL_BRANDS = {b"avif": "avif", b"avis": "avif", b"heic": "heic", b"mif1": "heic", b"heix": "heic"}
 
 
 def sniff(head: bytes) -> str | None:

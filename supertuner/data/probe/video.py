@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from supertuner.core.errors import BrokenMediaError
 from supertuner.data.probe.container import require_complete
 from supertuner.data.probe.media_info import MediaInfo, image_info
-from supertuner.data.probe.memoryview_file import MemoryviewFile
+from supertuner.data.probe.memoryview_file import open_with_av
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -23,7 +23,7 @@ def probe_video(format: str, payload: memoryview) -> MediaInfo:
 
     require_complete(format, payload)
     try:
-        with av.open(MemoryviewFile(payload), mode="r", metadata_errors="replace") as container:
+        with open_with_av(payload) as container:
             return _probe_container(format, container)
     except av.FFmpegError as error:
         raise BrokenMediaError(f"not a readable video: {error.strerror}") from error

@@ -18,22 +18,20 @@ _BOM = b"\xef\xbb\xbf"
 
 def parse_caption_file(content: bytes, *, one_per_line: bool) -> tuple[str, ...]:
     """The captions in a caption file: its whole text, or one per non-empty line."""
-    _require_caption_size(len(content))
+    require_caption_size(len(content))
     try:
         text = content.removeprefix(_BOM).decode()
     except UnicodeDecodeError as error:
         raise BrokenMediaError(f"caption is not UTF-8 (byte {error.start})") from error
     if "\0" in text:
         raise BrokenMediaError("caption contains NUL characters; is it UTF-16? Save it as UTF-8")
-    if one_per_line:
-        lines = tuple(stripped for line in text.splitlines() if (stripped := line.strip()))
-        return lines or ("",)
-    return (text.strip(),)
+    lines = text.splitlines() if one_per_line else [text]
+    return tuple(stripped for line in lines if (stripped := line.strip())) or ("",)
 
 
 def parse_caption_json(content: bytes, column: str) -> tuple[str, ...] | None:
     """The captions in a field of a WebDataset sample's JSON member; None without such a field."""
-    _require_caption_size(len(content))
+    require_caption_size(len(content))
     try:
         record = json.loads(content.removeprefix(_BOM))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
@@ -53,20 +51,27 @@ def parse_caption_cell(cell: object) -> tuple[str, ...] | None:
             raise BrokenMediaError(f"caption is not a text but {type(text).__name__}")
         texts.append(text.strip())
     try:
-        _require_caption_size(sum(len(text.encode()) for text in texts))
+        require_caption_size(sum(len(text.encode()) for text in texts))
     except UnicodeEncodeError as error:  # bytes that are not UTF-8 were decoded to lone surrogates
         raise BrokenMediaError("caption is not UTF-8") from error
     return tuple(texts)
 
 
-def _require_caption_size(nbytes: int) -> None:
+def require_caption_size(nbytes: int) -> None:
     if nbytes > MAX_CAPTION_BYTES:
         raise BrokenMediaError(f"caption of {nbytes} bytes; at most {MAX_CAPTION_BYTES} are allowed")
 
 
-def choose_caption_source(
-    captions: CaptionSettings, *, metadata: str | None, sidecars: int
-) -> tuple[CaptionSource, str]:
+def fixed_caption(captions: CaptionSettings, key: str) -> tuple[str, ...] | None:
+    """The caption that a sample gets from the settings: its file name, or the constant; None: read it."""
+    if captions.source == "filename":
+        return (key.rpartition("/")[2],)
+    if captions.source == "constant" or (captions.source == "auto" and captions.constant is not None):
+        return (captions.constant or "",)
+    return None
+
+
+def choose_caption_source(captions: CaptionSettings, metadata: str | None, sidecars: int) -> tuple[CaptionSource, str]:
     """The caption source and the reason. `metadata` is a metadata file's name, `sidecars` counts caption files."""
     if captions.source != "auto":
         return captions.source, "as configured"

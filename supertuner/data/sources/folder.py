@@ -11,17 +11,8 @@ from pathlib import Path
 from supertuner.config.settings.data import CaptionSettings
 from supertuner.core.errors import BrokenMediaError, SourceError
 from supertuner.core.types import MediaKind
-from supertuner.data.sources import caption_parsing as caption_rules
-from supertuner.data.sources import metadata
-from supertuner.data.sources.listing import (
-    FileSpan,
-    SkippedFile,
-    SourceItem,
-    SourceListing,
-    first_names,
-    skipped_note,
-    sort_and_deduplicate,
-)
+from supertuner.data.sources import caption_parsing, listing, metadata
+from supertuner.data.sources.listing import FileSpan, SkippedFile, SourceItem, SourceListing
 from supertuner.data.sources.walk import FolderTree, walk_folder
 
 
@@ -30,9 +21,7 @@ class FolderSource:
 
     def __init__(self, root: Path, kind: MediaKind, captions: CaptionSettings, limit: int | None) -> None:
         self._root = os.path.realpath(root)
-        self._kind = kind
-        self._captions = captions
-        self._limit = limit
+        self._kind, self._captions, self._limit = kind, captions, limit
 
     @cached_property
     def _tree(self) -> FolderTree:
@@ -48,19 +37,16 @@ class FolderSource:
         return b"" if self._metadata_file is None else metadata.read_metadata_file(self._metadata_file)
 
     @cached_property
-    def _caption_source(self) -> tuple[caption_rules.CaptionSource, str]:
+    def _caption_source(self) -> tuple[caption_parsing.CaptionSource, str]:
         name = None if self._metadata_file is None else self._metadata_file.name
-        return caption_rules.choose_caption_source(self._captions, metadata=name, sidecars=self._count_used_sidecars())
-
-    def _count_used_sidecars(self) -> int:
-        if not self._tree.sidecars:
-            return 0
-        return sum(1 for key, name, _, _ in self._tree.media if self._find_sidecar(key, name) is not None)
+        media = self._tree.media if self._tree.sidecars else []
+        used_sidecars = sum(1 for key, name, _, _ in media if self._find_sidecar(key, name) is not None)
+        return caption_parsing.choose_caption_source(self._captions, name, used_sidecars)
 
     @cached_property
     def _listed_items(self) -> tuple[list[SourceItem], list[SkippedFile]]:
         """Items with the locations of their captions. A metadata file is read only for staging."""
-        items, duplicates = sort_and_deduplicate(self._items(), self._limit)
+        items, duplicates = listing.sort_and_deduplicate(self._items(), self._limit)
         return items, self._tree.skipped + duplicates
 
     def fingerprint_parts(self) -> Iterable[bytes]:
@@ -80,41 +66,25 @@ class FolderSource:
             others = metadata.unused_metadata_files(Path(self._root), self._metadata_file)
             notes += [f"{name} is not read: captions come from {self._metadata_file.name}" for name in others]
         if source == "metadata":
-            rows = self._metadata_rows()
-            items, more_skipped, more_notes = _with_metadata_captions(items, rows, self._limit)
+            items, more_skipped, more_notes = _with_metadata_captions(items, self._metadata_rows(), self._limit)
             skipped, notes = skipped + more_skipped, notes + more_notes
-        return SourceListing(
-            items,
-            tuple(skipped),
-            tuple(notes),
-            f"{source}: {reason}",
-            "text",
-        )
+        return SourceListing(items, tuple(skipped), tuple(notes), f"{source}: {reason}")
 
     def read_row(self, row: int) -> memoryview:
         raise AssertionError("items of a folder are files, not rows")
 
     def _items(self) -> Iterator[SourceItem]:
-        source = self._caption_source[0]
-        root = self._root
+        has_sidecars = self._caption_source[0] == "sidecar"
         for key, name, nbytes, mtime_ns in self._tree.media:
-            caption = None if source == "none" else self._caption(key, name, source)
-            yield SourceItem(key, name, nbytes, FileSpan(f"{root}/{name}", 0, nbytes, nbytes, mtime_ns), caption)
-
-    def _caption(self, key: str, name: str, source: caption_rules.CaptionSource) -> FileSpan | tuple[str, ...] | None:
-        if source == "sidecar":
-            entry = self._find_sidecar(key, name)
-            return None if entry is None else _caption_span(entry)
-        if source == "filename":
-            return (key.rpartition("/")[2],)
-        if source == "constant":
-            return (self._captions.constant or "",)
-        return None
+            caption: FileSpan | tuple[str, ...] | None = caption_parsing.fixed_caption(self._captions, key)
+            if has_sidecars and (entry := self._find_sidecar(key, name)) is not None:
+                caption = _caption_span(entry)
+            span = FileSpan(f"{self._root}/{name}", 0, nbytes, nbytes, mtime_ns)
+            yield SourceItem(key, name, nbytes, span, caption)
 
     def _find_sidecar(self, key: str, name: str) -> os.DirEntry[str] | None:
         """`a.txt` or `a.jpg.txt` for `a.jpg`."""
-        sidecars = self._tree.sidecars
-        return sidecars.get(key) or sidecars.get(name)
+        return self._tree.sidecars.get(key) or self._tree.sidecars.get(name)
 
     def _unused_sidecar_notes(self, source: str) -> list[str]:
         if source != "sidecar" or self._limit is not None:
@@ -122,22 +92,19 @@ class FolderSource:
         sidecars, media = self._tree.sidecars, self._tree.media
         orphans = sorted(sidecars.keys() - {owner for key, name, _, _ in media for owner in (key, name)})
         duplicates = [name for key, name, _, _ in media if key in sidecars and name in sidecars]
-        names_by_reason = {
-            f"no {self._kind} of that name": orphans,
-            "its file has another caption file with a shorter name": duplicates,
-        }
-        return [note for reason, names in names_by_reason.items() for note in self._unused_notes(names, reason)]
+        return [
+            *self._unused_notes(orphans, f"no {self._kind} of that name"),
+            *self._unused_notes(duplicates, "its file has another caption file with a shorter name"),
+        ]
 
     def _unused_notes(self, names: list[str], reason: str) -> list[str]:
-        shown = first_names((name + self._captions.extension for name in names), len(names))
-        return skipped_note(len(names), "caption file", "caption files", f"{reason} ({shown})")
+        shown = listing.first_names([name + self._captions.extension for name in names])
+        return listing.skipped_note(len(names), "caption file", f"{reason} ({shown})")
 
     def _metadata_rows(self) -> metadata.MetadataRows:
         if self._metadata_file is None:
-            raise SourceError(
-                f'{self._root}: captions.source is "metadata", but there is no metadata.jsonl, metadata.csv or '
-                "metadata.parquet; set captions.metadata_file"
-            )
+            problem = 'captions.source is "metadata", but there is no metadata.jsonl, metadata.csv or metadata.parquet'
+            raise SourceError(f"{self._root}: {problem}; set captions.metadata_file")
         return metadata.parse_metadata(self._metadata_file, self._metadata_bytes, self._captions)
 
 
@@ -177,10 +144,6 @@ def _with_metadata_captions(
         except BrokenMediaError as error:
             skipped.append(SkippedFile(item.name, str(error)))
     unknown = [] if limit is not None else sorted(rows.cells.keys() - used)
-    notes = skipped_note(
-        len(unknown), "metadata row", "metadata rows", f"no such file ({first_names(unknown, len(unknown))})"
-    )
-    notes += skipped_note(
-        rows.outside_count, "metadata row", "metadata rows", "its path is outside the dataset's folder"
-    )
+    notes = listing.skipped_note(len(unknown), "metadata row", f"no such file ({listing.first_names(unknown)})")
+    notes += listing.skipped_note(rows.outside_count, "metadata row", "its path is outside the dataset's folder")
     return kept, skipped, notes

@@ -12,7 +12,7 @@ from supertuner.config.settings.data import CaptionSettings
 from supertuner.core.durable import resolve_inside
 from supertuner.core.errors import BrokenMediaError, SourceError
 from supertuner.core.types import MediaKind
-from supertuner.data.sources.caption_parsing import parse_caption_cell
+from supertuner.data.sources.caption_parsing import fixed_caption, parse_caption_cell
 from supertuner.data.sources.listing import FileSpan, SkippedFile, SourceItem, SourceListing
 
 if TYPE_CHECKING:
@@ -22,9 +22,8 @@ _BATCH_ROWS = 256
 
 
 def is_saved_dataset(root: Path) -> bool:
-    return (root / "dataset_dict.json").is_file() or (
-        (root / "state.json").is_file() and (root / "dataset_info.json").is_file()
-    )
+    files = ("state.json", "dataset_info.json")
+    return (root / "dataset_dict.json").is_file() or all((root / name).is_file() for name in files)
 
 
 class HuggingFaceSource:
@@ -32,9 +31,7 @@ class HuggingFaceSource:
 
     def __init__(self, root: Path, kind: MediaKind, captions: CaptionSettings, limit: int | None) -> None:
         self._root = Path(os.path.realpath(root))
-        self._kind = kind
-        self._captions = captions
-        self._limit = limit
+        self._kind, self._captions, self._limit = kind, captions, limit
 
     def fingerprint_parts(self) -> Iterable[bytes]:
         yield b"huggingface"
@@ -45,15 +42,14 @@ class HuggingFaceSource:
 
     def list_items(self) -> SourceListing:
         if self._captions.metadata_file is not None or self._captions.source == "sidecar":
-            raise SourceError(
-                f"{self._root}: a Hugging Face dataset has its captions in a column; remove captions.source and "
-                "captions.metadata_file, and set captions.caption_column"
-            )
+            remedy = "remove captions.source and captions.metadata_file, and set captions.caption_column"
+            raise SourceError(f"{self._root}: a Hugging Face dataset has its captions in a column; {remedy}")
         items: list[SourceItem] = []
         skipped: list[SkippedFile] = []
-        rows = len(self._dataset) if self._limit is None else min(self._limit, len(self._dataset))
-        digits = len(str(max(len(self._dataset) - 1, 0)))
-        has_captions = self._captions.caption_column in self._dataset.column_names
+        count, column = len(self._dataset), self._captions.caption_column
+        rows = count if self._limit is None else min(self._limit, count)
+        digits = len(str(max(count - 1, 0)))
+        has_captions = column in self._dataset.column_names
         for begin in range(0, rows, _BATCH_ROWS):
             for row, media, cell in self._read_batch(begin, min(begin + _BATCH_ROWS, rows), has_captions):
                 name = f"row {row}"
@@ -61,16 +57,15 @@ class HuggingFaceSource:
                     items.append(self._build_item(row, f"{row:0{digits}d}", name, media, cell))
                 except BrokenMediaError as error:
                     skipped.append(SkippedFile(name, str(error)))
-        caption_origin = (
-            f"metadata: column {self._captions.caption_column!r}"
-            if has_captions
-            else "none: " + self._no_captions_reason()
-        )
-        return SourceListing(items, tuple(skipped), (), caption_origin)
+        origin = f"metadata: column {column!r}"
+        if not has_captions:
+            have = ", ".join(self._dataset.column_names)
+            origin = f"none: no column {column!r} (captions.caption_column); the columns are {have}"
+        return SourceListing(items, tuple(skipped), (), origin)
 
     def read_row(self, row: int) -> memoryview:
         """The bytes of one row, as a view of the mapped table."""
-        scalar = self._read_media_column(row, row + 1)[0]
+        scalar = self._dataset[row : row + 1].column(self._media_column_name)[0]
         return memoryview(scalar["bytes"].as_buffer())
 
     @cached_property
@@ -79,41 +74,33 @@ class HuggingFaceSource:
         try:
             import datasets
         except ImportError as error:
-            raise SourceError(
-                f"{self._root} is a Hugging Face dataset, which needs an extra: pip install 'supertuner[huggingface]'"
-            ) from error
+            remedy = "pip install 'supertuner[huggingface]'"
+            raise SourceError(f"{self._root} is a Hugging Face dataset, which needs an extra: {remedy}") from error
         try:
             loaded = datasets.load_from_disk(str(self._root))
         except Exception as error:  # the library raises many types for damaged files
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise SourceError(
-                f"{self._root}: cannot be loaded as a Hugging Face dataset ({problem}); save it again, or set format"
-            ) from error
+            message = f"cannot be loaded as a Hugging Face dataset ({problem}); save it again, or set format"
+            raise SourceError(f"{self._root}: {message}") from error
         if isinstance(loaded, datasets.DatasetDict):
             name = "train" if "train" in loaded else next(iter(loaded)) if len(loaded) == 1 else None
             if name is None:
-                raise SourceError(
-                    f"{self._root} has the splits {', '.join(loaded)} and none is called train; "
-                    "set instance_data_dir to the folder of one split"
-                )
+                problem = f"has the splits {', '.join(loaded)} and none is called train"
+                raise SourceError(f"{self._root} {problem}; set instance_data_dir to the folder of one split")
             loaded = loaded[name]
         return loaded.with_format("arrow")
 
     @cached_property
     def _media_column_name(self) -> str:
         """The media column: the one named like the kind, or the only one of that type."""
-        candidates: list[str] = [
-            n for n, f in self._dataset.features.items() if type(f).__name__.lower() == self._kind.value
-        ]
-        if self._kind.value in candidates:
-            return self._kind.value
+        kind: str = self._kind.value
+        candidates = [name for name, type_ in self._dataset.features.items() if type(type_).__name__.lower() == kind]
+        if kind in candidates:
+            return kind
         if len(candidates) != 1:
             have = ", ".join(self._dataset.column_names)
             raise SourceError(f"{self._root}: no column of type {self._kind} (or several); its columns are {have}")
-        return candidates[0]
-
-    def _read_media_column(self, begin: int, end: int) -> Any:
-        return self._dataset[begin:end].column(self._media_column_name)
+        return str(candidates[0])
 
     def _read_batch(self, begin: int, end: int, has_captions: bool) -> list[tuple[int, Any, object]]:
         table = self._dataset[begin:end]
@@ -124,7 +111,9 @@ class HuggingFaceSource:
     def _build_item(self, row: int, key: str, name: str, media: Any, cell: object) -> SourceItem:
         if not media.is_valid:
             raise BrokenMediaError("no media in this row")
-        caption = self._caption(key, cell)
+        caption = fixed_caption(self._captions, key)
+        if caption is None and self._captions.source != "none":
+            caption = parse_caption_cell(cell)
         content = media["bytes"]
         if content.is_valid:
             nbytes = content.as_buffer().size
@@ -133,14 +122,6 @@ class HuggingFaceSource:
             return SourceItem(key, name, nbytes, row, caption)
         span = self._file_span(media["path"].as_py())
         return SourceItem(key, name, span.nbytes, span, caption)
-
-    def _caption(self, key: str, cell: object) -> tuple[str, ...] | None:
-        source = self._captions.source
-        if source == "filename":
-            return (key,)
-        if source == "constant" or (source == "auto" and self._captions.constant is not None):
-            return (self._captions.constant or "",)
-        return None if source == "none" else parse_caption_cell(cell)
 
     def _file_span(self, path: str | None) -> FileSpan:
         """The file that a row names. Only files inside the dataset's folder are opened."""
@@ -152,7 +133,3 @@ class HuggingFaceSource:
         except OSError as error:
             raise BrokenMediaError(f"its file {path!r} is unreadable: {error.strerror}") from error
         return FileSpan(str(resolved), 0, status.st_size, status.st_size, status.st_mtime_ns)
-
-    def _no_captions_reason(self) -> str:
-        have = ", ".join(self._dataset.column_names)
-        return f"no column {self._captions.caption_column!r} (captions.caption_column); the columns are {have}"

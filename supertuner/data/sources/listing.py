@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -57,12 +57,8 @@ class SourceListing:
 
     def caption_bytes(self) -> int:
         """Estimate before captions are read: the sizes of caption files and the lengths of texts."""
-        captions = (item.caption for item in self.items)
-        return sum(
-            caption.nbytes if isinstance(caption, FileSpan) else sum(len(text) for text in caption)
-            for caption in captions
-            if caption
-        )
+        captions = [item.caption for item in self.items if item.caption]
+        return sum(c.nbytes if isinstance(c, FileSpan) else sum(map(len, c)) for c in captions)
 
 
 class DataSource(Protocol):
@@ -79,23 +75,21 @@ def sort_and_deduplicate(items: Iterable[SourceItem], limit: int | None) -> tupl
     """Items sorted by key, at most `limit` and only the first of each key; and the others of each key as skipped."""
     kept: list[SourceItem] = []
     duplicates: list[SkippedFile] = []
-    last: SourceItem | None = None
     for item in sorted(items):  # by key, then name; the order of code points is the order of UTF-8 bytes
-        if last is not None and item.key == last.key:
-            duplicates.append(SkippedFile(item.name, f"two files of one key: {last.name} is kept; rename one of them"))
-            continue
-        last = item
-        kept.append(item)
+        if kept and item.key == kept[-1].key:
+            reason = f"two files of one key: {kept[-1].name} is kept; rename one of them"
+            duplicates.append(SkippedFile(item.name, reason))
+        else:
+            kept.append(item)
     return (kept if limit is None else kept[:limit]), duplicates
 
 
-def skipped_note(count: int, singular: str, plural: str, reason: str) -> list[str]:
+def skipped_note(count: int, noun: str, reason: str) -> list[str]:
     """A list with one note about `count` skipped things; empty if `count` is 0."""
-    return [f"{count} {singular if count == 1 else plural} skipped: {reason}"] if count else []
+    return [f"{count} {noun}{'' if count == 1 else 's'} skipped: {reason}"] if count else []
 
 
-def first_names(names: Iterable[str], count: int, show: Callable[[str], str] = repr) -> str:
-    """`'a', 'b' and 7 more`."""
-    shown = [show(name) for _, name in zip(range(3), names, strict=False)]
-    more = f" and {count - len(shown)} more" if count > len(shown) else ""
-    return ", ".join(shown) + more
+def first_names(names: Sequence[str]) -> str:
+    """`'a', 'b', 'c' and 7 more`."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more

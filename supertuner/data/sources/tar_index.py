@@ -11,6 +11,7 @@ from supertuner.core.types import MIB
 BLOCK_BYTES = 512
 _MAX_EXTENSION_BYTES = MIB
 """Limit for a long-name or pax header; real ones have a few hundred bytes."""
+_TYPE_NAMES = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a named pipe"}
 
 
 class TarMember(NamedTuple):
@@ -38,9 +39,10 @@ def iter_tar_members(fd: int) -> Iterator[TarMember]:
         if not problem and at + BLOCK_BYTES + size > end:
             problem = f"the archive is truncated: it ends inside {name!r}"
         if problem:
-            yield TarMember(
-                name if at else "", at, 0, f"{problem}; the rest of the archive is not read" if at else problem
-            )
+            if at:  # else without a name: the archive itself is at fault
+                yield TarMember(name, at, 0, f"{problem}; the rest of the archive is not read")
+            else:
+                yield TarMember("", 0, 0, problem)
             return
         body, at = at + BLOCK_BYTES, at + BLOCK_BYTES + -(-size // BLOCK_BYTES) * BLOCK_BYTES
         kind = header[156:157]
@@ -51,26 +53,13 @@ def iter_tar_members(fd: int) -> Iterator[TarMember]:
             if kind in b"xL":
                 override |= _parse_extension(kind, os.pread(fd, size, body))
             continue
-        yield from _members_from_header(
-            kind, name, body, size, sparse=any(k.startswith("GNU.sparse") for k in override)
-        )
+        is_sparse = any(key.startswith("GNU.sparse") for key in override)
+        if kind in (b"0", b"\0", b"7") and not is_sparse:
+            yield TarMember(name, body, size, _unsafe_name_reason(name))
+        elif kind != b"5":  # a folder
+            type_name = _TYPE_NAMES.get(kind, "a sparse or unknown member")
+            yield TarMember(name, body, 0, f"not a file but {type_name}")
         override = {}
-
-
-def _members_from_header(kind: bytes, name: str, body: int, size: int, *, sparse: bool) -> Iterator[TarMember]:
-    if kind == b"5":  # a folder
-        return
-    if kind in (b"0", b"\0", b"7") and not sparse:
-        yield TarMember(name, body, size, _unsafe_name_reason(name))
-    else:
-        type_names = {
-            b"1": "a hard link",
-            b"2": "a symbolic link",
-            b"3": "a device",
-            b"4": "a device",
-            b"6": "a named pipe",
-        }
-        yield TarMember(name, body, 0, f"not a file but {type_names.get(kind, 'a sparse or unknown member')}")
 
 
 def _unsafe_name_reason(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -33,16 +34,12 @@ class FolderTree:
     """Notes about names that might be folders and could not be examined."""
 
     def notes(self, kind: MediaKind) -> list[str]:
-        lines = [
-            line
-            for other, count in sorted(self.other_kinds.items())
-            for line in skipped_note(count, f"{other} file", f"{other} files", f"dataset_type is {kind}")
-        ]
+        lines: list[str] = []
+        for other, count in sorted(self.other_kinds.items()):
+            lines += skipped_note(count, f"{other} file", f"dataset_type is {kind}")
         for ending, count in sorted(self.unsupported.items()):
-            lines += skipped_note(
-                count, f"{ending} file", f"{ending} files", "this format is not supported; convert it"
-            )
-        lines += skipped_note(self.hidden_count, "hidden file", "hidden files", "its name begins with a dot")
+            lines += skipped_note(count, f"{ending} file", "this format is not supported; convert it")
+        lines += skipped_note(self.hidden_count, "hidden file", "its name begins with a dot")
         lines += [f"folder {name} skipped: a link to a folder that is already listed" for name in self.already_listed]
         return lines + self.unreadable_notes
 
@@ -58,67 +55,54 @@ def walk_folder(root: str, kind: MediaKind, caption_extension: str) -> FolderTre
     pending_links: list[str] = []
     while pending_folders or pending_links:
         prefix = pending_folders.pop() if pending_folders else pending_links.pop(0)
-        if not _enter_once(tree, seen, root, prefix):
+        try:
+            status = os.stat(f"{root}/{prefix}")
+            identity = (status.st_dev, status.st_ino)
+            if identity in seen:  # ends loops of links
+                tree.already_listed.append(printable_name(prefix.rstrip("/")))
+                continue
+            seen.add(identity)
+            entries = os.scandir(f"{root}/{prefix}")
+        except OSError as error:
+            if not prefix:
+                raise SourceError(f"{root}: cannot be listed: {error.strerror}") from error
+            tree.skipped.append(SkippedFile(printable_name(prefix), f"folder cannot be listed: {error.strerror}"))
             continue
-        folders, links = _scan_folder(tree, root, prefix, kind, caption_extension)
+        with entries:
+            folders, links = _scan_folder(tree, entries, prefix, kind, caption_extension)
         pending_folders += [f"{name}/" for name in sorted(folders, reverse=True)]
         pending_links += [f"{name}/" for name in sorted(links)]
     return tree
 
 
-def _enter_once(tree: FolderTree, seen: set[tuple[int, int]], root: str, prefix: str) -> bool:
-    """Whether this folder was not listed before under any name. Ends loops of links."""
-    try:
-        status = os.stat(f"{root}/{prefix}")
-    except OSError as error:
-        if not prefix:
-            raise SourceError(f"{root}: cannot be listed: {error.strerror}") from error
-        tree.skipped.append(SkippedFile(printable_name(prefix), f"folder cannot be listed: {error.strerror}"))
-        return False
-    identity = (status.st_dev, status.st_ino)
-    if identity in seen:
-        tree.already_listed.append(printable_name(prefix.rstrip("/")))
-        return False
-    seen.add(identity)
-    return True
-
-
 def _scan_folder(
-    tree: FolderTree, root: str, prefix: str, kind: MediaKind, caption_extension: str
+    tree: FolderTree, entries: Iterable[os.DirEntry[str]], prefix: str, kind: MediaKind, caption_extension: str
 ) -> tuple[list[str], list[str]]:
     """Add one folder's entries to `tree`; returns its real and its linked subfolders. The hot loop of listing."""
     folders: list[str] = []
     links: list[str] = []
-    try:
-        entries = os.scandir(f"{root}/{prefix}")
-    except OSError as error:
-        if not prefix:
-            raise SourceError(f"{root}: cannot be listed: {error.strerror}") from error
-        tree.skipped.append(SkippedFile(printable_name(prefix), f"folder cannot be listed: {error.strerror}"))
-        return folders, links
-    with entries:
-        for entry in entries:
-            name = entry.name
-            dot = name.rfind(".")
-            is_media = dot > 0 and KIND_BY_EXTENSION.get(name[dot:].lower()) is kind and name[0] != "."
-            try:
-                if is_media and entry.is_file():
-                    _add_media(tree, entry, prefix + name, dot - len(name))
-                elif name[0] == ".":
-                    tree.hidden_count += 1
-                elif entry.is_dir(follow_symlinks=False):
-                    folders.append(prefix + name)
-                elif entry.is_dir():
-                    links.append(prefix + name)
-                else:
-                    _add_other_file(tree, entry, prefix, is_media=is_media, caption_extension=caption_extension)
-            except OSError as error:  # a circular link, or a link to a folder without permission: its type is unknown
-                if is_media:
-                    tree.skipped.append(SkippedFile(printable_name(prefix + name), f"unreadable: {error.strerror}"))
-                elif name.endswith(caption_extension):
-                    tree.sidecars[prefix + name[: -len(caption_extension)]] = entry
-                else:
-                    tree.unreadable_notes.append(f"{printable_name(prefix + name)} skipped: {error.strerror}")
+    for entry in entries:
+        name = entry.name
+        dot = name.rfind(".")
+        is_media = dot > 0 and KIND_BY_EXTENSION.get(name[dot:].lower()) is kind and name[0] != "."
+        try:
+            if is_media and entry.is_file():
+                _add_media(tree, entry, prefix + name, dot - len(name))
+            elif name[0] == ".":
+                tree.hidden_count += 1
+            elif entry.is_dir(follow_symlinks=False):
+                folders.append(prefix + name)
+            elif entry.is_dir():
+                links.append(prefix + name)
+            else:
+                _add_other_file(tree, entry, prefix, is_media=is_media, caption_extension=caption_extension)
+        except OSError as error:  # a circular link, or a link to a folder without permission: its type is unknown
+            if is_media:
+                tree.skipped.append(SkippedFile(printable_name(prefix + name), f"unreadable: {error.strerror}"))
+            elif name.endswith(caption_extension):
+                tree.sidecars[prefix + name[: -len(caption_extension)]] = entry
+            else:
+                tree.unreadable_notes.append(f"{printable_name(prefix + name)} skipped: {error.strerror}")
     return folders, links
 
 

@@ -13,15 +13,10 @@ from supertuner.config.settings.data import CaptionSettings
 from supertuner.core.errors import SourceError
 from supertuner.core.types import MediaKind
 from supertuner.data.probe.sniff import KIND_BY_EXTENSION
-from supertuner.data.sources.listing import (
-    FileSpan,
-    SkippedFile,
-    SourceItem,
-    SourceListing,
-    skipped_note,
-    sort_and_deduplicate,
-)
-from supertuner.data.sources.tar_index import TarMember, iter_tar_members
+from supertuner.data.sources import listing
+from supertuner.data.sources.caption_parsing import fixed_caption
+from supertuner.data.sources.listing import FileSpan, SkippedFile, SourceItem, SourceListing
+from supertuner.data.sources.tar_index import iter_tar_members
 from supertuner.data.sources.walk import printable_name
 
 
@@ -30,9 +25,7 @@ class WebDatasetSource:
 
     def __init__(self, root: Path, kind: MediaKind, captions: CaptionSettings, limit: int | None) -> None:
         self._root = Path(os.path.realpath(root))
-        self._kind = kind
-        self._captions = captions
-        self._limit = limit
+        self._kind, self._captions, self._limit = kind, captions, limit
 
     @cached_property
     def _shards(self) -> list[tuple[str, str, os.stat_result]]:
@@ -57,15 +50,10 @@ class WebDatasetSource:
             if self._limit is not None and len(items) >= self._limit:
                 break
         syntax, caption_origin = self._caption_syntax(contents.extension_counts)
-        kept, duplicates = sort_and_deduplicate((contents.with_caption(item, syntax) for item in items), self._limit)
-        notes = contents.notes()
-        return SourceListing(
-            kept,
-            (*contents.skipped, *duplicates),
-            tuple(notes),
-            caption_origin,
-            syntax,
-        )
+        with_captions = (contents.with_caption(item, syntax) for item in items)
+        kept, duplicates = listing.sort_and_deduplicate(with_captions, self._limit)
+        skipped, notes = (*contents.skipped, *duplicates), tuple(contents.notes())
+        return SourceListing(kept, skipped, notes, caption_origin, syntax)
 
     def read_row(self, row: int) -> memoryview:
         raise AssertionError("items of a shard are file spans, not rows")
@@ -74,10 +62,8 @@ class WebDatasetSource:
         """Text members if there are any, else JSON members."""
         captions = self._captions
         if captions.metadata_file is not None:
-            raise SourceError(
-                "captions.metadata_file: a WebDataset has its captions in its shards; remove the setting, or set "
-                "captions.caption_column to the field of the .json members"
-            )
+            remedy = "remove the setting, or set captions.caption_column to the field of the .json members"
+            raise SourceError(f"captions.metadata_file: a WebDataset has its captions in its shards; {remedy}")
         if captions.source == "metadata" or (captions.source == "auto" and not extension_counts[captions.extension]):
             return "json", f"metadata: field {captions.caption_column!r} of {extension_counts['.json']} .json members"
         return "text", f"{captions.source}: {extension_counts[captions.extension]} {captions.extension} members"
@@ -87,8 +73,7 @@ class _ShardContents:
     """The items and captions of the shards, collected member by member."""
 
     def __init__(self, kind: MediaKind, captions: CaptionSettings) -> None:
-        self._kind = kind
-        self._captions = captions
+        self._kind, self._captions = kind, captions
         self._caption_spans: dict[tuple[str, str], FileSpan] = {}
         self.skipped: list[SkippedFile] = []
         self.extension_counts: Counter[str] = Counter()
@@ -114,39 +99,31 @@ class _ShardContents:
             if base.startswith(".") and not member.problem:
                 continue
             key, ending = _split_key(f"{stem}/{folder}/" if folder else f"{stem}/", base)
+            is_media = KIND_BY_EXTENSION.get(_last_extension(ending)) is self._kind
             self.extension_counts[ending] += 1
-            if member.problem or self._is_empty_media(member, ending):
+            if member.problem or (is_media and not member.nbytes):
                 self.skipped.append(SkippedFile(name, member.problem or "zero bytes"))
                 continue
             span = FileSpan(path, member.offset, member.nbytes, status.st_size, status.st_mtime_ns)
-            if KIND_BY_EXTENSION.get(_last_extension(ending)) is self._kind:
+            if is_media:
                 yield SourceItem(key, name, member.nbytes, span, None)
             elif ending in (self._captions.extension, ".json"):
                 self._caption_spans[key, ending] = span
 
-    def _is_empty_media(self, member: TarMember, ending: str) -> bool:
-        return not member.nbytes and KIND_BY_EXTENSION.get(_last_extension(ending)) is self._kind
-
     def with_caption(self, item: SourceItem, syntax: str) -> SourceItem:
-        source = self._captions.source
-        if source == "filename":
-            return item._replace(caption=(item.key.rpartition("/")[2],))
-        if source == "constant" or (source == "auto" and self._captions.constant is not None):
-            return item._replace(caption=(self._captions.constant or "",))
-        if source == "none":
-            return item
-        return item._replace(
-            caption=self._caption_spans.get((item.key, ".json" if syntax == "json" else self._captions.extension))
-        )
+        caption: FileSpan | tuple[str, ...] | None = fixed_caption(self._captions, item.key)
+        if caption is None and self._captions.source != "none":
+            caption = self._caption_spans.get((item.key, ".json" if syntax == "json" else self._captions.extension))
+        return item._replace(caption=caption)
 
     def notes(self) -> list[str]:
         lines: list[str] = []
         for ending, count in sorted(self.extension_counts.items()):
             kind = KIND_BY_EXTENSION.get(_last_extension(ending))
             if kind is not None and kind is not self._kind:
-                lines += skipped_note(count, f"{kind} member", f"{kind} members", f"dataset_type is {self._kind}")
+                lines += listing.skipped_note(count, f"{kind} member", f"dataset_type is {self._kind}")
             elif kind is None and ending not in ("", ".json", self._captions.extension):
-                lines += skipped_note(count, f"{ending} member", f"{ending} members", "neither media nor captions")
+                lines += listing.skipped_note(count, f"{ending} member", "neither media nor captions")
         return lines
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from supertuner.arena.arena_info import ArenaInfo
@@ -36,27 +36,17 @@ def find_staged_arena(home: Path, dataset: DatasetSettings) -> ArenaInfo | None:
     source = dataset.instance_data_dir
     if source is None or not is_source_gone(source) or not home.is_dir():
         return None
-    expected_meta = {
-        "holds": "staged dataset",
-        "version": STAGED_VERSION,
-        "dataset": dataset.id,
-        "origin": origin_digest(dataset),
-    }
-    candidates = [
-        arena
-        for arena in ArenaHome(home).list_arenas()
-        if arena.state == "sealed" and expected_meta.items() <= dict(arena.meta or {}).items()
-    ]
+    version, origin = STAGED_VERSION, origin_digest(dataset)
+    expected_meta = {"holds": "staged dataset", "version": version, "dataset": dataset.id, "origin": origin}
+    candidates = _sealed_with(ArenaHome(home).list_arenas(), expected_meta)
     return max(candidates, key=lambda arena: arena.created or 0.0, default=None)
 
 
 def require_paths(loaded: LoadedConfig) -> None:
     """Raise ConfigError if a folder of the configuration is missing, unless an arena holds a dataset whose source is
     gone."""
-    config = loaded.config
-    if loaded.path_problems and not any(
-        find_staged_arena(dataset_home_path(dataset, config), dataset) is not None for dataset in config.datasets
-    ):
+    homes = [(dataset_home_path(dataset, loaded.config), dataset) for dataset in loaded.config.datasets]
+    if loaded.path_problems and all(find_staged_arena(home, dataset) is None for home, dataset in homes):
         raise ConfigError(loaded.source_name, loaded.path_problems)
 
 
@@ -66,5 +56,9 @@ def find_older_versions(arenas: Sequence[ArenaInfo], dataset: DatasetSettings, n
     Other projects on this node may use the same id, so only arenas staged from the same path count.
     """
     expected_meta = {"dataset": dataset.id, "source": str(dataset.instance_data_dir)}
-    others = [arena for arena in arenas if arena.name != name and arena.state == "sealed"]
-    return [arena for arena in others if expected_meta.items() <= dict(arena.meta or {}).items()]
+    return [arena for arena in _sealed_with(arenas, expected_meta) if arena.name != name]
+
+
+def _sealed_with(arenas: Sequence[ArenaInfo], expected_meta: Mapping[str, object]) -> list[ArenaInfo]:
+    sealed = [arena for arena in arenas if arena.state == "sealed"]
+    return [arena for arena in sealed if expected_meta.items() <= dict(arena.meta or {}).items()]

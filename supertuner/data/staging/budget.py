@@ -51,40 +51,28 @@ def reserved_memory_bytes(memory_total: int | None) -> int:
     return 0 if memory_total is None else min(_RESERVE_AT_MOST, int(memory_total * _RESERVE_SHARE))
 
 
-def max_memory_limit(capacity: StagingCapacity) -> int | None:
-    """The largest `memory_limit_gb` that this machine can provide, in bytes; None if its memory is unknown."""
-    return (
-        None if capacity.memory_total is None else capacity.memory_total - reserved_memory_bytes(capacity.memory_total)
-    )
-
-
 def lowered_memory_limit(capacity: StagingCapacity) -> int | None:
     """What `memory_limit_gb` is lowered to because the machine has less memory; None if it is not lowered."""
-    max_limit = max_memory_limit(capacity)
-    if not capacity.in_memory or capacity.limit_bytes is None or max_limit is None or capacity.limit_bytes <= max_limit:
+    if not capacity.in_memory or capacity.limit_bytes is None or capacity.memory_total is None:
         return None
-    return max_limit
+    max_limit = capacity.memory_total - reserved_memory_bytes(capacity.memory_total)
+    return None if capacity.limit_bytes <= max_limit else max_limit
 
 
 def compute_budget(capacity: StagingCapacity) -> StagingBudget:
     """The tightest of all bounds."""
-    kind = "shared memory" if capacity.in_memory else "disk"
-    bounds = [
-        StagingBudget(capacity.free_bytes, f"are free on the {kind} below the arena's home", _free_remedy(capacity))
-    ]
+    kind, remedy = "disk", "set arena.disk_home"
+    if capacity.in_memory:
+        kind, remedy = "shared memory", "free some with `supertuner arena rm`, or set arena.home"
+    bounds = [StagingBudget(capacity.free_bytes, f"are free on the {kind} below the arena's home", remedy)]
     if capacity.in_memory and capacity.memory_available is not None:
         reserved = reserved_memory_bytes(capacity.memory_total)
         text = f"of memory are available (MemAvailable or cgroup, {bytes_text(reserved)} kept for other programs)"
-        bounds.append(
-            StagingBudget(max(0, capacity.memory_available - reserved), text, 'free memory, or set type: "disk"')
-        )
+        nbytes, remedy = max(0, capacity.memory_available - reserved), 'free memory, or set type: "disk"'
+        bounds.append(StagingBudget(nbytes, text, remedy))
     if capacity.in_memory and capacity.limit_bytes is not None:
         bounds.append(StagingBudget(capacity.limit_bytes, "are allowed by in_memory.memory_limit_gb", "raise it"))
     return min(bounds, key=lambda b: b.nbytes)
-
-
-def _free_remedy(capacity: StagingCapacity) -> str:
-    return "free some with `supertuner arena rm`, or set arena.home" if capacity.in_memory else "set arena.disk_home"
 
 
 def stored_bytes(nbytes: int) -> int:
@@ -97,24 +85,18 @@ def overhead_bytes(files: int, key_bytes: int, caption_bytes: int, threads: int)
     return _FIXED_BYTES + threads * _THREAD_BYTES + files * _UNIT_BYTES + 2 * key_bytes + caption_bytes
 
 
-def require_fits(
-    dataset: str, needed_bytes: int, files: int, budget: StagingBudget, *, estimated: bool = False
-) -> None:
-    """Raise DoesNotFitError, with the missing bytes, if `needed_bytes` exceeds the budget."""
+def require_fits(dataset: str, needed_bytes: int, files: int, budget: StagingBudget, about: str = "") -> None:
+    """Raise DoesNotFitError, with the missing bytes, if `needed_bytes` exceeds the budget.
+
+    `about` precedes the numbers in the message: "about " for an estimate.
+    """
     if needed_bytes > budget.nbytes:
-        raise DoesNotFitError(does_not_fit_message(dataset, needed_bytes, files, budget, estimated=estimated))
-
-
-def does_not_fit_message(
-    dataset: str, needed_bytes: int, files: int, budget: StagingBudget, *, estimated: bool = False
-) -> str:
-    about = "about " if estimated else ""
-    return (
-        f"datasets[{dataset}] does not fit: its {files} files need {about}{bytes_text(needed_bytes)}, and only "
-        f"{bytes_text(budget.nbytes)} {budget.bound_by}; {about}{bytes_text(needed_bytes - budget.nbytes)} are "
-        "missing; "
-        f'{budget.remedy}, set in_memory.compression: "auto" if the files are not compressed yet, or use fewer (limit)'
-    )
+        missing = bytes_text(needed_bytes - budget.nbytes)
+        raise DoesNotFitError(
+            f"datasets[{dataset}] does not fit: its {files} files need {about}{bytes_text(needed_bytes)}, and only "
+            f"{bytes_text(budget.nbytes)} {budget.bound_by}; {about}{missing} are missing; {budget.remedy}, set "
+            'in_memory.compression: "auto" if the files are not compressed yet, or use fewer (limit)'
+        )
 
 
 def file_system_type(mountinfo: str, path: str) -> str:

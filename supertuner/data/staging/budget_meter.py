@@ -9,28 +9,21 @@ from pathlib import Path
 from supertuner.core.errors import DoesNotFitError
 from supertuner.core.host import HostFacts
 from supertuner.core.types import MIB, bytes_text
-from supertuner.data.staging.budget import (
-    StagingBudget,
-    StagingCapacity,
-    does_not_fit_message,
-    file_system_type,
-    memory_limit_bytes,
-    reserved_memory_bytes,
-)
+from supertuner.data.staging import budget as fit
 
 _MEMORY_FILE_SYSTEMS = frozenset(("tmpfs", "ramfs"))
 _MEMORY_CHECK_BYTES = 64 * MIB
 """Stored bytes between two checks of the machine's available memory, which other programs use, too."""
 
 
-def measure_capacity(home: Path, host: HostFacts, memory_limit_gb: float | None) -> StagingCapacity:
+def measure_capacity(home: Path, host: HostFacts, memory_limit_gb: float | None) -> fit.StagingCapacity:
     mounts = (host.root / "proc/self/mountinfo").read_text()
-    return StagingCapacity(
-        in_memory=file_system_type(mounts, os.path.realpath(home)) in _MEMORY_FILE_SYSTEMS,
+    return fit.StagingCapacity(
+        in_memory=fit.file_system_type(mounts, os.path.realpath(home)) in _MEMORY_FILE_SYSTEMS,
         free_bytes=host.free_bytes(home),
         memory_total=host.memory_total(),
         memory_available=host.memory_available(),
-        limit_bytes=memory_limit_bytes(memory_limit_gb),
+        limit_bytes=fit.memory_limit_bytes(memory_limit_gb),
     )
 
 
@@ -43,23 +36,18 @@ class BudgetMeter:
     def __init__(
         self,
         dataset: str,
-        budget: StagingBudget,
+        budget: fit.StagingBudget,
         host: HostFacts | None,
         files: int,
         raw_total: int,
         overhead_bytes: int = 0,
     ) -> None:
         """`overhead_bytes` is what the arena stores besides the files. With `host`, free memory is checked, too."""
-        self._dataset = dataset
-        self._budget = budget
-        self._host = host
-        self._files = files
-        self._total_raw_bytes = raw_total
+        self._dataset, self._budget, self._host, self._files = dataset, budget, host, files
+        self._total_raw_bytes, self._overhead_bytes = raw_total, overhead_bytes
         self._lock = threading.Lock()
         self._next_memory_check = _MEMORY_CHECK_BYTES
-        self._raw_bytes = 0
-        self._overhead_bytes = overhead_bytes
-        self.stored_bytes = overhead_bytes
+        self._raw_bytes, self.stored_bytes = 0, overhead_bytes
 
     def charge(self, raw_bytes: int, nbytes: int) -> None:
         """Count files that are about to be stored. Raises DoesNotFitError if they must not be stored."""
@@ -71,9 +59,7 @@ class BudgetMeter:
             if check_memory:
                 self._next_memory_check = total + _MEMORY_CHECK_BYTES
         if total > self._budget.nbytes:
-            raise DoesNotFitError(
-                does_not_fit_message(self._dataset, self._forecast(), self._files, self._budget, estimated=True)
-            )
+            fit.require_fits(self._dataset, self._forecast(), self._files, self._budget, about="about ")
         if check_memory:
             self._require_memory()
 
@@ -99,7 +85,7 @@ class BudgetMeter:
         available = self._host.memory_available() if self._host else None
         if self._host is None or available is None:
             return
-        reserved = reserved_memory_bytes(self._host.memory_total())
+        reserved = fit.reserved_memory_bytes(self._host.memory_total())
         if available < reserved:
             raise DoesNotFitError(
                 f"datasets[{self._dataset}] stopped after {bytes_text(self.stored_bytes)}: only "

@@ -30,7 +30,7 @@ class StagedColumns:
 
     def __init__(self) -> None:
         self.items = array("q")
-        self._info_columns: tuple[array[Any], ...] = tuple(array(code) for code in COLUMNS.values())
+        self.info_columns: tuple[array[Any], ...] = tuple(array(code) for code in COLUMNS.values())
         self._caption_counts = array("q")
         self._caption_lengths = array("q")
         self._caption_bytes = bytearray()
@@ -41,7 +41,7 @@ class StagedColumns:
     def extend(self, items: Sequence[int], infos: Sequence[MediaInfo], captions: Sequence[tuple[str, ...]]) -> None:
         """Append samples, given by their indices in the listing. A whole chunk costs little more than one row."""
         self.items.extend(items)
-        for column, values in zip(self._info_columns, list(zip(*infos, strict=True))[1:], strict=bool(infos)):
+        for column, values in zip(self.info_columns, list(zip(*infos, strict=True))[1:], strict=bool(infos)):
             column.extend(values)
         self._caption_counts.extend(map(len, captions))
         texts = [caption.encode() for sample_captions in captions for caption in sample_captions]
@@ -60,9 +60,6 @@ class StagedColumns:
             at += count
         return captions
 
-    def info_column(self, index: int) -> NDArray[Any]:
-        return np.array(self._info_columns[index])
-
 
 def build_tables(parts: Sequence[StagedColumns]) -> dict[str, NDArray[Any]]:
     """The arena's tables: the rows of all threads in the order of the listing, which is the order of the arena."""
@@ -70,7 +67,7 @@ def build_tables(parts: Sequence[StagedColumns]) -> dict[str, NDArray[Any]]:
     order = np.argsort(items, kind="stable")
     result: dict[str, NDArray[Any]] = {}
     for number, (name, code) in enumerate(COLUMNS.items()):
-        values = np.concatenate([part.info_column(number) for part in parts])
+        values = np.concatenate([np.array(part.info_columns[number]) for part in parts])
         result[name] = values[order].astype(np.int32 if code == "i" else np.float32)
     captions = [sample_captions for part in parts for sample_captions in part.captions()]
     ordered = [captions[at] for at in order]

@@ -1,22 +1,30 @@
-"""Codecs of staged files, and the decision which one a file format gets, from a measured trial."""
+"""Codecs of staged files, and the decision which one a file format gets, from a trial on some of its files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from supertuner.core.errors import BrokenMediaError
+from supertuner.data.probe.sniff import HEAD_BYTES, sniff
+from supertuner.data.sources.listing import DataSource, FileSpan, SourceItem
+from supertuner.data.staging.budget import stored_bytes
+from supertuner.data.staging.span_reader import read_span
 
 CompressionSetting = Literal["none", "auto", "lz4", "snappy", "zlib", "zstd"] | None
 
-CODECS = ("lz4", "snappy", "zlib", "zstd")
 RAW_CODEC = "raw"
 MIN_SAVED_SHARE = 0.05
 """Share of bytes that a codec must save to be chosen by `auto`; less is not worth the cost of decompression."""
 _AUTO_CODECS = ("lz4", "zstd")
 """What `auto` tries, fastest decompression first."""
+_FILES_PER_EXTENSION = 12
+"""Files tried per file extension: enough to distinguish 5 % from nothing, few enough to take no time."""
+_MAX_BYTES = 64 << 20
+"""Larger files are not tried, unless there are no others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +60,52 @@ def codecs_to_try(setting: CompressionSetting) -> tuple[str, ...]:
 
 def choose_codec(setting: CompressionSetting, trial: CodecTrial) -> CodecChoice:
     """Which codec a format gets. A codec named in the configuration is used even if it gains nothing."""
-    saved_by_codec = [(codec, trial.saved_share(codec)) for codec in codecs_to_try(setting)]
-    trial_text = (
-        ", ".join(f"{codec} saves {saved:.1%}" for codec, saved in saved_by_codec) + f" on {trial.files} samples"
-    )
-    if setting == "auto":
-        for codec, saved in saved_by_codec:
-            if saved >= MIN_SAVED_SHARE:
-                return CodecChoice(trial.format, codec, trial_text, is_worthwhile=True)
-        return CodecChoice(
-            trial.format, RAW_CODEC, f"{trial_text}, less than {MIN_SAVED_SHARE:.0%}", is_worthwhile=False
-        )
-    codec, saved = saved_by_codec[0]
-    return CodecChoice(trial.format, codec, f"as configured; {trial_text}", is_worthwhile=saved >= MIN_SAVED_SHARE)
+    saved_by_codec = {codec: trial.saved_share(codec) for codec in codecs_to_try(setting)}
+    worthwhile = [codec for codec, saved in saved_by_codec.items() if saved >= MIN_SAVED_SHARE]
+    savings = ", ".join(f"{codec} saves {saved:.1%}" for codec, saved in saved_by_codec.items())
+    reason = f"{savings} on {trial.files} samples"
+    if setting != "auto":
+        return CodecChoice(trial.format, str(setting), f"as configured; {reason}", bool(worthwhile))
+    if worthwhile:
+        return CodecChoice(trial.format, worthwhile[0], reason, True)
+    return CodecChoice(trial.format, RAW_CODEC, f"{reason}, less than {MIN_SAVED_SHARE:.0%}", False)
+
+
+def choose_codecs(
+    setting: CompressionSetting, items: Sequence[SourceItem], source: DataSource
+) -> dict[str, CodecChoice]:
+    """The codec for each file format in the trial; empty if the setting disables compression."""
+    codecs = codecs_to_try(setting)
+    if not codecs:
+        return {}
+    contents: dict[str, list[memoryview]] = defaultdict(list)
+    for item in pick_trial_items(items):
+        try:
+            content = read_span(item.media) if isinstance(item.media, FileSpan) else source.read_row(item.media)
+        except BrokenMediaError:
+            continue  # staging sets it aside with the reason
+        contents[sniff(bytes(content[:HEAD_BYTES])) or "unknown"].append(content)
+    trials = [_run_trial(format, samples, codecs) for format, samples in sorted(contents.items())]
+    return {trial.format: choose_codec(setting, trial) for trial in trials}
+
+
+def pick_trial_items(items: Sequence[SourceItem]) -> list[SourceItem]:
+    """Up to _FILES_PER_EXTENSION items of each extension, evenly spread over the listing, small enough to try."""
+    groups: dict[str, list[SourceItem]] = defaultdict(list)
+    for item in items:
+        groups[item.name.rpartition(".")[2].lower()].append(item)
+    picked: list[SourceItem] = []
+    for group in groups.values():
+        usable = [item for item in group if item.nbytes <= _MAX_BYTES] or [min(group, key=lambda i: i.nbytes)]
+        step = max(1, len(usable) // _FILES_PER_EXTENSION)
+        picked += usable[::step][:_FILES_PER_EXTENSION]
+    return picked
+
+
+def _run_trial(format: str, contents: list[memoryview], codecs: tuple[str, ...]) -> CodecTrial:
+    """Sizes count in whole pages, because bytes saved inside the last page of a file save no memory."""
+    compressed = {codec: sum(stored_bytes(len(compress(codec, item))) for item in contents) for codec in codecs}
+    return CodecTrial(format, len(contents), sum(stored_bytes(len(item)) for item in contents), compressed)
 
 
 def compress(codec: str, content: bytes | memoryview) -> memoryview:

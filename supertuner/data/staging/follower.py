@@ -10,7 +10,6 @@ from supertuner.arena.node_peers import NodePeers
 from supertuner.arena.reader import VerifyMode
 from supertuner.arena.run_context import RunContext
 from supertuner.core.errors import ArenaMissingError
-from supertuner.core.events import ProgressPhase
 from supertuner.data.staging.staged_dataset import StagedDataset
 
 
@@ -26,26 +25,19 @@ def announce_staged(peers: NodePeers, dataset: str, arena: str) -> None:
 
 def follow_staging(home: ArenaHome, dataset: str, verify: VerifyMode, context: RunContext) -> StagedDataset:
     """Wait until the first process has staged the dataset, and attach to it. Raises PeerError if that process fails."""
-    peers = context.peers
+    peers, shown_bytes = context.peers, 0
     with context.progress.phase(f"following the process of this node that stages {dataset}") as phase:
-        arena_progress = _ArenaProgress(home, dataset, peers, phase)
-        name = peers.wait_for(f"{dataset} is in", arena_progress.advance).decode()
+
+        def advance() -> None:
+            nonlocal shown_bytes
+            arena = peers.read_published(f"{dataset} goes to")
+            nbytes = 0 if arena is None else home.stored_bytes(arena.decode())
+            phase.advance(nbytes=max(0, nbytes - shown_bytes))
+            shown_bytes = max(shown_bytes, nbytes)
+
+        name = peers.wait_for(f"{dataset} is in", advance).decode()
     try:
         return StagedDataset.open(home, name, verify=verify)
     except ArenaMissingError:
         peers.check_peers()  # raises PeerError if the first process died and its arena with it
         raise
-
-
-class _ArenaProgress:
-    """Shows how many bytes of the arena are stored."""
-
-    def __init__(self, home: ArenaHome, dataset: str, peers: NodePeers, phase: ProgressPhase) -> None:
-        self._home, self._dataset, self._peers, self._phase = home, dataset, peers, phase
-        self._shown_bytes = 0
-
-    def advance(self) -> None:
-        name = self._peers.read_published(f"{self._dataset} goes to")
-        nbytes = 0 if name is None else self._home.stored_bytes(name.decode())
-        self._phase.advance(nbytes=max(0, nbytes - self._shown_bytes))
-        self._shown_bytes = max(self._shown_bytes, nbytes)

@@ -94,16 +94,13 @@ def require_few_broken(
     if set_aside and dataset.strict:
         count = "1 file is" if len(set_aside) == 1 else f"{len(set_aside)} files are"
         remedy = f"repair or remove them, or set {key_path}.strict to false to skip them"
-        raise TooManyBrokenFilesError(
-            f"{name} is strict and {count} broken:\n{_broken_lines(set_aside, len(set_aside))}\n{remedy}"
-        )
+        lines = _broken_lines(set_aside, len(set_aside))
+        raise TooManyBrokenFilesError(f"{name} is strict and {count} broken:\n{lines}\n{remedy}")
     if share > dataset.max_broken_share:
         remedy = f"repair or remove them, or allow it with --set {key_path}.max_broken_share={_rounded_up(share)}"
         allowed = f"{share:.1%}, at most {dataset.max_broken_share:.1%} are allowed"
-        lines = _broken_lines(set_aside, _MAX_LISTED)
-        raise TooManyBrokenFilesError(
-            f"{name}: {len(set_aside)} of {total} files are broken ({allowed}):\n{lines}\n{remedy}"
-        )
+        broken, lines = f"{len(set_aside)} of {total} files are broken", _broken_lines(set_aside, _MAX_LISTED)
+        raise TooManyBrokenFilesError(f"{name}: {broken} ({allowed}):\n{lines}\n{remedy}")
     if not staged_count:
         raise StageError(f"{name}: none of its {total} files is usable:\n{_broken_lines(set_aside, _MAX_LISTED)}")
 

@@ -7,9 +7,10 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 
+from supertuner.config.settings.data import CaptionSettings
 from supertuner.core.bulk_io import READ_FLAGS, BulkReader, FileReadResult
 from supertuner.core.errors import BrokenMediaError
-from supertuner.data.sources.caption_parsing import MAX_CAPTION_BYTES, parse_caption_file, parse_caption_json
+from supertuner.data.sources.caption_parsing import parse_caption_file, parse_caption_json, require_caption_size
 from supertuner.data.sources.listing import FileSpan, SourceItem
 
 _ALIGNMENT = 64
@@ -92,27 +93,19 @@ def _require_as_listed(read_result: FileReadResult, span: FileSpan) -> None:
 
 
 def read_captions(
-    item: SourceItem,
-    syntax: str,
-    column: str,
-    *,
-    one_per_line: bool,
-    read: Callable[[FileSpan], memoryview] = read_span,
+    item: SourceItem, syntax: str, settings: CaptionSettings, read: Callable[[FileSpan], memoryview] = read_span
 ) -> tuple[str, ...]:
     """An item's captions; empty if it has none. Raises BrokenMediaError if its caption file is unusable."""
     caption = item.caption
     if not isinstance(caption, FileSpan):
         return caption or ()
-    if caption.nbytes > MAX_CAPTION_BYTES:
-        raise BrokenMediaError(f"caption of {caption.nbytes} bytes; at most {MAX_CAPTION_BYTES} are allowed")
+    require_caption_size(caption.nbytes)
     if caption.file_bytes < 0:
         raise BrokenMediaError("its caption file: not a readable regular file")
     try:
         content = bytes(read(caption))
     except BrokenMediaError as error:
         raise BrokenMediaError(f"its caption file: {error}") from error
-    return (
-        parse_caption_file(content, one_per_line=one_per_line)
-        if syntax == "text"
-        else parse_caption_json(content, column) or ()
-    )
+    if syntax == "text":
+        return parse_caption_file(content, one_per_line=settings.several)
+    return parse_caption_json(content, settings.caption_column) or ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from itertools import pairwise
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from supertuner.arena.home import ArenaHome
 from supertuner.arena.reader import ArenaReader, VerifyMode
+from supertuner.core.closing import ClosingContextManager, close_on_error
 from supertuner.core.errors import ArenaDamagedError
 from supertuner.core.events import Progress
 from supertuner.core.types import MediaKind
@@ -27,7 +27,7 @@ SET_ASIDE_TABLE = "set_aside"
 """The table with broken files and reasons, as JSON."""
 
 
-class StagedDataset:
+class StagedDataset(ClosingContextManager):
     """Gives views, not copies: all processes of the node that open it share the same memory."""
 
     def __init__(self, reader: ArenaReader) -> None:
@@ -62,11 +62,8 @@ class StagedDataset:
     @classmethod
     def from_reader(cls, reader: ArenaReader) -> StagedDataset:
         """The dataset in `reader`'s arena. Closes the reader if it contains none."""
-        try:
+        with close_on_error(reader):
             return cls(reader)
-        except BaseException:
-            reader.close()
-            raise
 
     def __len__(self) -> int:
         return len(self._reader)
@@ -113,11 +110,3 @@ class StagedDataset:
 
     def close(self) -> None:
         self._reader.close()
-
-    def __enter__(self) -> StagedDataset:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -6,12 +6,11 @@ import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from supertuner.arena.build import ArenaBuild
 from supertuner.arena.format import ArenaLifetime
@@ -20,26 +19,25 @@ from supertuner.arena.reader import ArenaReader, VerifyMode
 from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.core import bulk_io
-from supertuner.core.errors import ArenaFullError, DoesNotFitError, SourceError
+from supertuner.core.closing import close_on_error
+from supertuner.core.errors import ArenaBusyError, ArenaFullError, DoesNotFitError, SourceError
 from supertuner.core.events import DecisionEvent, MeasurementEvent, SetAsideEvent, WarningEvent
 from supertuner.core.types import GIB, JSON, MIB, bytes_text
 from supertuner.data.sources import open_source
-from supertuner.data.sources.listing import DataSource, SkippedFile, SourceListing
+from supertuner.data.sources.listing import DataSource, SourceListing
 from supertuner.data.staging import budget as fit
-from supertuner.data.staging import codec_trial as trial
-from supertuner.data.staging.acquire import acquire_arena
 from supertuner.data.staging.arena_lookup import find_older_versions, find_staged_arena
 from supertuner.data.staging.budget_meter import BudgetMeter, measure_capacity
 from supertuner.data.staging.columns import CAPTION_INDEX, build_tables
-from supertuner.data.staging.compress import RAW_CODEC, CodecChoice
+from supertuner.data.staging.compress import RAW_CODEC, CodecChoice, choose_codecs
 from supertuner.data.staging.fingerprint import STAGED_VERSION, arena_name, dataset_fingerprint, origin_digest
 from supertuner.data.staging.follower import announce_arena, announce_staged
 from supertuner.data.staging.result import FormatFigures, StageResult, require_few_broken
 from supertuner.data.staging.staged_dataset import SET_ASIDE_TABLE, StagedDataset
-from supertuner.data.staging.thread_pool import ChunkThreadPool, split_chunks
-from supertuner.data.staging.worker import StageWorker, StagingJob
+from supertuner.data.staging.worker import StageWorker, StagingJob, run_workers, split_chunks
 
 MAX_THREADS = 72
+_POLL_S = 0.2
 _CHUNK_FILES = 64
 _CHUNK_BYTES = 4 * MIB
 """As much as a worker reads at once."""
@@ -78,13 +76,10 @@ class DatasetStager:
             staged = StagedDataset.open(self.home, name, verify=self.verify)
         else:
             staged, name, reuse_reason = self._stage_from_source(dataset, key_path)
-        try:
+        with close_on_error(staged):
             result = self._build_result(dataset, staged, began, name, reuse_reason)
             self._report(dataset, result, key_path)
             announce_staged(self.context.peers, dataset.id, name)
-        except BaseException:
-            staged.close()
-            raise
         return result, staged
 
     def _stage_from_source(self, dataset: DatasetSettings, key_path: str) -> tuple[StagedDataset, str, str]:
@@ -94,12 +89,31 @@ class DatasetStager:
             fingerprint = dataset_fingerprint(dataset, source.fingerprint_parts())
         name = arena_name(dataset.id, fingerprint)
         announce_arena(self.context.peers, dataset.id, name)
-        reader_or_build = acquire_arena(self.home, name, self.life, self.verify, self.context.progress)
+        reader_or_build = self._acquire(name)
         if isinstance(reader_or_build, ArenaReader):
             return StagedDataset.from_reader(reader_or_build), name, "nothing has changed since it was staged"
         with reader_or_build as build:
             _StagingRun(self, dataset, source, build, fingerprint, key_path).run()
             return StagedDataset.open(self.home, name, verify=self.verify), name, ""
+
+    def _acquire(self, name: str) -> ArenaBuild | ArenaReader:
+        """A reader of the existing arena, validated and locked, or a new build of it.
+
+        While another process builds the arena, this waits until that process finishes or dies. A damaged arena raises
+        its error; it is not rebuilt silently.
+        """
+        self.home.sweep()  # removes expired arenas, which must not be reused, and leftovers that hold memory
+        with suppress(ArenaBusyError):  # another process builds it: wait below
+            return self.home.attach_or_build(name, life=self.life, verify=self.verify)
+        shown_bytes = 0
+        with self.context.progress.phase(f"waiting for another process that stages {name}") as phase:
+            while True:
+                nbytes = self.home.stored_bytes(name)
+                phase.advance(nbytes=max(0, nbytes - shown_bytes))
+                shown_bytes = max(shown_bytes, nbytes)
+                time.sleep(_POLL_S)
+                with suppress(ArenaBusyError):  # it is still building
+                    return self.home.attach_or_build(name, life=self.life, verify=self.verify)
 
     def _build_result(
         self, dataset: DatasetSettings, staged: StagedDataset, began: float, name: str, reuse_reason: str
@@ -129,9 +143,8 @@ class DatasetStager:
         """Emit events about a dataset that was staged or reused."""
         name = f"datasets[{dataset.id}]"
         if not result.reused:
-            self.context.sink.emit(
-                DecisionEvent(f"{name}.arena", result.arena, "staged: no arena contains its current version")
-            )
+            reason = "staged: no arena contains its current version"
+            self.context.sink.emit(DecisionEvent(f"{name}.arena", result.arena, reason))
         else:
             self.context.sink.emit(DecisionEvent(f"{name}.arena", f"{result.arena} reused", result.reuse_reason))
             self._warn_over_limit(dataset, result)
@@ -142,12 +155,8 @@ class DatasetStager:
             text = f"{result.without_caption} of {result.files} samples have no caption; an empty one is used"
             self.context.sink.emit(WarningEvent(f"{name}.captions", text))
         if result.older_arenas:
-            names = " ".join(old for old, _ in result.older_arenas)
-            versions = (
-                "an older version is"
-                if len(result.older_arenas) == 1
-                else f"{len(result.older_arenas)} older versions are"
-            )
+            names, count = " ".join(old for old, _ in result.older_arenas), len(result.older_arenas)
+            versions = "an older version is" if count == 1 else f"{count} older versions are"
             size = bytes_text(sum(nbytes for _, nbytes in result.older_arenas))
             home_option = "" if self.home.path == default_home() else f" --home {shlex.quote(str(self.home.path))}"
             text = f"{versions} still kept ({size}): `supertuner arena rm{home_option} {names}`"
@@ -163,25 +172,20 @@ class DatasetStager:
             self.context.sink.emit(WarningEvent(f"datasets[{dataset.id}].in_memory.memory_limit_gb", text))
 
 
+@dataclass(frozen=True, slots=True)
 class _StagingRun:
     """Stages one dataset into an arena that is being built."""
 
-    def __init__(
-        self,
-        stager: DatasetStager,
-        dataset: DatasetSettings,
-        source: DataSource,
-        build: ArenaBuild,
-        fingerprint: str,
-        key_path: str,
-    ) -> None:
-        self._stager = stager
-        self._dataset = dataset
-        self._name = f"datasets[{dataset.id}]"
-        self._source = source
-        self._build = build
-        self._fingerprint = fingerprint
-        self._key_path = key_path
+    _stager: DatasetStager
+    _dataset: DatasetSettings
+    _source: DataSource
+    _build: ArenaBuild
+    _fingerprint: str
+    _key_path: str
+
+    @property
+    def _name(self) -> str:
+        return f"datasets[{self._dataset.id}]"
 
     def run(self) -> None:
         """List, choose codecs, copy, check for broken files, and seal. After an error the build is abandoned."""
@@ -208,7 +212,7 @@ class _StagingRun:
     def _choose_codecs(self, listing: SourceListing) -> dict[str, CodecChoice]:
         """Codecs by file format, with their reasons; empty if all files are stored uncompressed."""
         setting = self._dataset.in_memory.compression
-        choices = trial.choose_codecs(setting, listing.items, self._source)
+        choices = choose_codecs(setting, listing.items, self._source)
         for choice in choices.values():
             self._decide(f"in_memory.compression.{choice.format}", choice.codec, choice.reason)
             if setting != "auto" and not choice.is_worthwhile:
@@ -223,11 +227,10 @@ class _StagingRun:
         chunks = split_chunks(sizes, files=_CHUNK_FILES, nbytes=_CHUNK_BYTES)
         title = f"staging {self._dataset.id}"
         with self._stager.context.progress.phase(title, items=len(sizes), nbytes=sum(sizes)) as phase:
-            job = StagingJob(
-                self._dataset, self._source, listing, self._build, meter, codecs, phase, self._bulk_library()
-            )
+            library = self._bulk_library()
+            job = StagingJob(self._dataset, self._source, listing, self._build, meter, codecs, phase, library)
             try:
-                return ChunkThreadPool(lambda: StageWorker(job), chunks, threads).run()
+                return run_workers(job, chunks, threads)
             except ArenaFullError as error:
                 raise DoesNotFitError(meter.out_of_space_message(str(error))) from error
 
@@ -249,9 +252,7 @@ class _StagingRun:
         capacity = measure_capacity(self._stager.home.path, self._stager.context.host, settings.memory_limit_gb)
         lowered = fit.lowered_memory_limit(capacity)
         if lowered is not None:
-            text = (
-                f"is {settings.memory_limit_gb:g}, but this machine can provide {bytes_text(lowered)}; lowered to that"
-            )
+            text = f"is {settings.memory_limit_gb:g}, but this machine can provide {bytes_text(lowered)}; lowered"
             self._warn("in_memory.memory_limit_gb", text)
             self._decide("in_memory.memory_limit_gb", round(lowered / GIB, 3), text)
         if not capacity.in_memory and settings.memory_limit_gb is not None:
@@ -276,7 +277,7 @@ class _StagingRun:
 
     def _report_broken(self, listing: SourceListing, workers: Sequence[StageWorker]) -> list[SetAsideEvent]:
         """Emit an event for each broken file, in an order that does not depend on the threads."""
-        skipped: list[SkippedFile] = [*listing.skipped, *(file for worker in workers for _, file in worker.skipped)]
+        skipped = [*listing.skipped, *(file for worker in workers for file in worker.skipped)]
         broken = [SetAsideEvent(self._dataset.id, file.file, file.reason) for file in sorted(skipped)]
         for event in broken:
             self._stager.context.sink.emit(event)
@@ -286,7 +287,8 @@ class _StagingRun:
         columns = build_tables([worker.columns for worker in workers])
         for table, values in columns.items():
             self._build.put_table(table, values)
-        self._build.put_table(SET_ASIDE_TABLE, _json_column([[event.file, event.reason] for event in set_aside]))
+        reasons = json.dumps([[event.file, event.reason] for event in set_aside])
+        self._build.put_table(SET_ASIDE_TABLE, np.frombuffer(reasons.encode(), np.uint8))
         formats: dict[str, FormatFigures] = {}
         for worker in workers:
             for format, figures in worker.formats.items():
@@ -314,7 +316,3 @@ class _StagingRun:
 
     def _warn(self, setting: str, text: str) -> None:
         self._stager.context.sink.emit(WarningEvent(f"{self._name}.{setting}", text))
-
-
-def _json_column(value: JSON) -> NDArray[Any]:
-    return np.frombuffer(json.dumps(value).encode(), np.uint8)

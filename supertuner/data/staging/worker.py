@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from supertuner.arena.writer import BulkUnitWriter
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.core.bulk_io import BulkReader
+from supertuner.core.closing import ClosingContextManager
 from supertuner.core.errors import BrokenMediaError
 from supertuner.core.events import ProgressPhase
 from supertuner.core.types import MIB, MediaKind
@@ -20,19 +22,13 @@ from supertuner.data.probe import probe
 from supertuner.data.probe.media_info import MediaInfo
 from supertuner.data.sources.caption_parsing import MAX_CAPTION_BYTES
 from supertuner.data.sources.listing import DataSource, FileSpan, SkippedFile, SourceListing
+from supertuner.data.staging import span_reader
 from supertuner.data.staging.budget import stored_bytes
 from supertuner.data.staging.budget_meter import BudgetMeter
 from supertuner.data.staging.columns import StagedColumns
 from supertuner.data.staging.compress import RAW_CODEC, CodecChoice, compress
 from supertuner.data.staging.result import FormatFigures
-from supertuner.data.staging.span_reader import (
-    SpanBuffer,
-    buffer_bytes,
-    open_span,
-    read_captions,
-    read_span,
-    require_unchanged,
-)
+from supertuner.data.staging.span_reader import SpanBuffer, read_span
 from supertuner.data.staging.staged_dataset import MEDIA_FIELD
 
 if TYPE_CHECKING:
@@ -63,7 +59,7 @@ class StagingJob:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class StageWorker:
+class StageWorker(ClosingContextManager):
     """Each worker writes to a separate segment of the arena."""
 
     def __init__(self, job: StagingJob) -> None:
@@ -76,7 +72,7 @@ class StageWorker:
         self._span_buffer = SpanBuffer(buffer)
         self._bulk_writer = BulkUnitWriter(self._writer, MEDIA_FIELD, buffer)
         self.columns = StagedColumns()
-        self.skipped: list[tuple[int, SkippedFile]] = []
+        self.skipped: list[SkippedFile] = []
         self.formats: dict[str, FormatFigures] = {}
 
     def process_chunk(self, chunk: range) -> None:
@@ -88,7 +84,8 @@ class StageWorker:
         item_indices: list[int] = []
         infos: list[MediaInfo] = []
         captions: list[tuple[str, ...]] = []
-        for part in split_by_buffer(items):
+        buffered_sizes = [span_reader.buffer_bytes(small_spans(item)) for item in items]
+        for part in split_chunks(buffered_sizes, files=len(items), nbytes=_BUFFER_BYTES):
             self._span_buffer.load([span for item in items[part.start : part.stop] for span in small_spans(item)])
             for at in part:
                 item = items[at]
@@ -96,7 +93,9 @@ class StageWorker:
                     text = self._read_captions(item) if isinstance(item.caption, FileSpan) else item.caption or ()
                     info = self._stage_item(item)
                 except BrokenMediaError as error:
-                    self._skip(chunk.start + at, item, str(error))
+                    self.skipped.append(SkippedFile(item.name, str(error)))
+                    if self._stores_raw:
+                        self._job.meter.refund(item.nbytes, stored_bytes(item.nbytes))
                     continue
                 item_indices.append(chunk.start + at)
                 infos.append(info)
@@ -108,18 +107,12 @@ class StageWorker:
         with self._job.lock:
             self._job.phase.advance(len(chunk), nbytes)
 
-    def finish(self) -> None:
+    def close(self) -> None:
         self._writer.close()
 
-    def _skip(self, item_index: int, item: SourceItem, reason: str) -> None:
-        self.skipped.append((item_index, SkippedFile(item.name, reason)))
-        if self._stores_raw:
-            self._job.meter.refund(item.nbytes, stored_bytes(item.nbytes))
-
     def _read_captions(self, item: SourceItem) -> tuple[str, ...]:
-        settings = self._job.dataset.captions
-        syntax, column = self._job.listing.caption_syntax, settings.caption_column
-        return read_captions(item, syntax, column, one_per_line=settings.several, read=self._span_buffer.view)
+        syntax, settings = self._job.listing.caption_syntax, self._job.dataset.captions
+        return span_reader.read_captions(item, syntax, settings, self._span_buffer.view)
 
     def _stage_item(self, item: SourceItem) -> MediaInfo:
         key, _, nbytes, media, _ = item
@@ -136,15 +129,11 @@ class StageWorker:
             self._store_compressed(key, content, info.format)
         elif isinstance(media, FileSpan) and nbytes <= _SMALL_BYTES:
             self._bulk_writer.add(key, self._span_buffer.offset_of(media), nbytes)
-        else:
-            self._store_unit(key, content)
+        else:  # a file that is not in the buffer becomes a single unit
+            self._bulk_writer.flush()
+            with self._writer.begin(key) as unit:
+                unit.put(MEDIA_FIELD, content)
         return info
-
-    def _store_unit(self, key: str, content: memoryview) -> None:
-        """Store a file that is not in the buffer as a single unit."""
-        self._bulk_writer.flush()
-        with self._writer.begin(key) as unit:
-            unit.put(MEDIA_FIELD, content)
 
     def _store_compressed(self, key: str, content: memoryview, format: str) -> None:
         """Store a file with the codec of its format, which may be RAW_CODEC."""
@@ -159,11 +148,11 @@ class StageWorker:
     def _store_large_file(self, key: str, span: FileSpan) -> MediaInfo:
         """Copy a file that does not fit into the buffer directly into the arena, in pieces."""
         self._bulk_writer.flush()
-        fd = open_span(span)
+        fd = span_reader.open_span(span)
         try:
             with self._writer.begin(key) as unit:
                 info = self._probe(unit.put_file(MEDIA_FIELD, fd, span.nbytes), self._kind)
-                require_unchanged(os.fstat(fd), span)
+                span_reader.require_unchanged(os.fstat(fd), span)
         except OSError as error:  # an error of reading; errors of the arena are ArenaErrors
             raise BrokenMediaError(f"unreadable: {error.strerror}") from error
         finally:
@@ -174,9 +163,8 @@ class StageWorker:
         formats = [info.format for info in infos]
         for format in set(formats):
             format_sizes = [nbytes for nbytes, item_format in zip(sizes, formats, strict=True) if item_format == format]
-            self.formats.setdefault(format, FormatFigures()).add(
-                len(format_sizes), sum(format_sizes), sum(format_sizes)
-            )
+            nbytes = sum(format_sizes)
+            self.formats.setdefault(format, FormatFigures()).add(len(format_sizes), nbytes, nbytes)
 
 
 def small_spans(item: SourceItem) -> list[FileSpan]:
@@ -185,17 +173,44 @@ def small_spans(item: SourceItem) -> list[FileSpan]:
     return [span for span, max_bytes in limits if isinstance(span, FileSpan) and 0 < span.nbytes <= max_bytes]
 
 
-def split_by_buffer(items: Sequence[SourceItem]) -> Iterator[range]:
-    """Split items into consecutive ranges whose small spans fit into the buffer together."""
-    begin = buffered_bytes = 0
-    for at, item in enumerate(items):
-        item_bytes = buffer_bytes(small_spans(item))
-        if at > begin and buffered_bytes + item_bytes > _BUFFER_BYTES:
-            yield range(begin, at)
-            begin, buffered_bytes = at, 0
-        buffered_bytes += item_bytes
-    if begin < len(items):
-        yield range(begin, len(items))
+def split_chunks(sizes: Sequence[int], *, files: int, nbytes: int) -> list[range]:
+    """Split items into consecutive chunks of at most `files` items and about `nbytes` bytes."""
+    chunks: list[range] = []
+    begin = total = 0
+    for at, size in enumerate(sizes):
+        if at > begin and (at - begin >= files or total + size > nbytes):
+            chunks.append(range(begin, at))
+            begin, total = at, 0
+        total += size
+    if begin < len(sizes):
+        chunks.append(range(begin, len(sizes)))
+    return chunks
+
+
+def run_workers(job: StagingJob, chunks: Sequence[range], threads: int) -> list[StageWorker]:
+    """Process all chunks in up to `threads` threads with a worker each, and return the workers.
+
+    The first error stops all of them and is raised; all threads have ended then.
+    """
+    remaining, lock, stopped = iter(chunks), threading.Lock(), threading.Event()
+
+    def next_chunk() -> range | None:
+        with lock:
+            return None if stopped.is_set() else next(remaining, None)
+
+    def run_worker() -> StageWorker:
+        with StageWorker(job) as worker:
+            while (chunk := next_chunk()) is not None:
+                worker.process_chunk(chunk)
+        return worker
+
+    count = max(1, min(threads, len(chunks)))
+    with ThreadPoolExecutor(count, thread_name_prefix="stage") as pool:
+        try:
+            futures = [pool.submit(run_worker) for _ in range(count)]
+            return [future.result() for future in as_completed(futures)]
+        finally:  # after an error or Ctrl-C, threads end after their current chunk
+            stopped.set()
 
 
 def _probe_and_decode(view: memoryview, kind: MediaKind) -> MediaInfo:
