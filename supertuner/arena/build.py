@@ -18,14 +18,14 @@ from supertuner.arena.format import TABLE_SEGMENT, UNIT_SEGMENT, ArenaHead, segm
 from supertuner.arena.index import write_index
 from supertuner.arena.segments import collect_segments, committed_keys, sync_data_files
 from supertuner.arena.writer import SegmentWriter
-from supertuner.core.closing import ClosingContextManager
+from supertuner.core.closing import CloseOnExit
 from supertuner.core.errors import ArenaBusyError, ArenaError
 from supertuner.core.types import JSON
 
 _SEAL_WAIT_S = 60.0
 
 
-class BuildParticipant(ClosingContextManager):
+class BuildParticipant(CloseOnExit):
     """This process's writers in an arena that this or another process is building."""
 
     def __init__(self, folder: ArenaFolder, head: ArenaHead) -> None:

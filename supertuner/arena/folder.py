@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from supertuner.core.closing import ClosingContextManager
+from supertuner.core.closing import CloseOnExit
 from supertuner.core.errors import ArenaDamagedError, ArenaError, ArenaFullError
 from supertuner.core.types import bytes_text
 
@@ -29,7 +29,7 @@ _NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 
 
 @dataclass(slots=True)
-class ArenaFolder(ClosingContextManager):
+class ArenaFolder(CloseOnExit):
     """An open arena folder. Files are opened relative to its descriptor, so a renamed or replaced path
     does not matter.
     """

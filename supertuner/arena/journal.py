@@ -18,7 +18,7 @@ import xxhash
 
 from supertuner.arena import format as fmt
 from supertuner.arena.folder import ArenaFolder, translate_os_errors
-from supertuner.core.closing import ClosingContextManager
+from supertuner.core.closing import CloseOnExit
 from supertuner.core.errors import ArenaDamagedError
 
 _ENTRY = struct.Struct("<QQ")
@@ -92,7 +92,7 @@ def unpack_body(file: object, body: bytes) -> tuple[bytes, list[JournalField]]:
     return key, fields
 
 
-class JournalReader(ClosingContextManager):
+class JournalReader(CloseOnExit):
     """Reads a segment's journal from the beginning up to the first incomplete entry."""
 
     def __init__(self, folder: ArenaFolder, number: int, uuid: bytes) -> None:

@@ -20,7 +20,7 @@ from supertuner.arena.format import ABSENT, PAGE, RecordKind
 from supertuner.arena.gather import OutputBuffer, UnitIndices, check_unit_indices, record_numbers
 from supertuner.arena.payload import numpy_dtype, torch_dtype
 from supertuner.arena.verify import VerificationStopped, check_record, verify_arena
-from supertuner.core.closing import ClosingContextManager
+from supertuner.core.closing import CloseOnExit
 from supertuner.core.errors import ArenaDamagedError, ArenaError
 from supertuner.core.events import NullSink, Progress
 from supertuner.core.types import JSON
@@ -34,7 +34,7 @@ before every read.
 """
 
 
-class ArenaReader(ClosingContextManager):
+class ArenaReader(CloseOnExit):
     """A reader of one arena. Views stay valid after `close()` for as long as they are referenced; `close()` releases
     the lock.
     """

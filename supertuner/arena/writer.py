@@ -15,7 +15,7 @@ from supertuner.arena.format import RecordKind
 from supertuner.arena.journal import JournalField, pack_entry, single_field_packer
 from supertuner.arena.payload import Payload, as_bytes
 from supertuner.core.bulk_io import BulkReader, read_all, write_all
-from supertuner.core.closing import ClosingContextManager
+from supertuner.core.closing import CloseOnExit
 from supertuner.core.errors import ArenaBusyError, ArenaError, BrokenMediaError
 
 _CHUNK_BYTES = 256 << 10
@@ -25,7 +25,7 @@ _BUFFER_BYTES = 1 << 20
 _SEAL_WAIT_S = 60.0
 
 
-class SegmentWriter(ClosingContextManager):
+class SegmentWriter(CloseOnExit):
     """Writes one segment. For one thread; open one writer per thread."""
 
     def __init__(self, folder: ArenaFolder, uuid: bytes, kind: int) -> None:

@@ -26,7 +26,7 @@ from supertuner.cache.entries import MISSING_REF, CacheEntries, EntryIndices, En
 from supertuner.cache.keys import CACHE_FORMAT_VERSION, CacheNamespace, EntryKeys, key_text, unique_keys
 from supertuner.cache.location import CacheLocation, entry_bytes, free_bytes, no_room_message
 from supertuner.cache.work_queue import EntryQueue, SharedPhase
-from supertuner.core.closing import ClosingContextManager, close_on_error
+from supertuner.core.closing import CloseOnExit, close_on_error
 from supertuner.core.errors import (
     ArenaBusyError,
     ArenaDamagedError,
@@ -53,7 +53,7 @@ def never_stop() -> bool:
     return False
 
 
-class CacheStore(ClosingContextManager):
+class CacheStore(CloseOnExit):
     def __init__(
         self,
         location: CacheLocation,

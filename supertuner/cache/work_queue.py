@@ -23,7 +23,7 @@ from supertuner.arena.folder import translate_os_errors
 from supertuner.arena.node_peers import NodePeers
 from supertuner.cache.entries import EntryIndices
 from supertuner.core.bulk_io import write_all
-from supertuner.core.closing import ClosingContextManager, close_on_error
+from supertuner.core.closing import CloseOnExit, close_on_error
 from supertuner.core.errors import CacheError
 from supertuner.core.events import ProgressPhase
 
@@ -54,7 +54,7 @@ class QueueState:
     """Bytes of the entries made."""
 
 
-class EntryQueue(ClosingContextManager):
+class EntryQueue(CloseOnExit):
     def __init__(self, fd: int, name: str) -> None:
         self._fd, self._name = fd, name
 

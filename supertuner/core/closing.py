@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Self, TypeVar
 
 
-class ClosingContextManager:
+class CloseOnExit:
     """Base class of resources whose `with` block closes them."""
 
     __slots__ = ()
@@ -22,7 +22,7 @@ class ClosingContextManager:
         self.close()
 
 
-ResourceT = TypeVar("ResourceT", bound=ClosingContextManager)
+ResourceT = TypeVar("ResourceT", bound=CloseOnExit)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -18,19 +18,6 @@ class MediaKind(StrEnum):
     IMAGE = "image"
     VIDEO = "video"
     AUDIO = "audio"
-
-
-class CloseOnExit:
-    """A context manager whose block ends with `close`."""
-
-    def close(self) -> None:
-        """Release what it holds."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def bytes_text(nbytes: float) -> str:

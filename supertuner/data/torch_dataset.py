@@ -19,7 +19,7 @@ from supertuner.arena.home import ArenaHome
 from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.load import LoadedConfig
-from supertuner.core.closing import ClosingContextManager
+from supertuner.core.closing import CloseOnExit
 from supertuner.core.errors import SourceError
 from supertuner.core.events import NullSink, Progress, Sink
 from supertuner.core.host import HostFacts
@@ -66,7 +66,7 @@ def open_dataset(
         return ArenaDataset(selected, corpus, stack.pop_all())
 
 
-class ArenaDataset(Dataset[DatasetSample], ClosingContextManager):
+class ArenaDataset(Dataset[DatasetSample], CloseOnExit):
     """Samples as training sees them: decoded, cropped and resized to their bucket, augmented, with a caption.
 
     Samples of different buckets have different shapes. `batches` groups them by bucket, and `collate` stacks them:

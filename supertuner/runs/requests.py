@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Literal, TypeAlias, cast, get_args
 
 from supertuner.core import durable
+from supertuner.core.closing import CloseOnExit
 from supertuner.core.errors import RunFolderError
 from supertuner.core.events import NullSink, Sink, WarningEvent
-from supertuner.core.types import JSON, CloseOnExit, escape_for_terminal
+from supertuner.core.types import JSON, escape_for_terminal
 
 REQUESTS_FOLDER = "requests"
 ANSWERS_FOLDER = "answers"

@@ -21,8 +21,9 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from supertuner.core.closing import CloseOnExit
 from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NoteEvent, SetAsideEvent, WarningEvent
-from supertuner.core.types import JSON, CloseOnExit, escape_for_terminal
+from supertuner.core.types import JSON, escape_for_terminal
 from supertuner.sinks.phase_counters import PhaseCounters
 from supertuner.sinks.training_display import DisplayCounters, DisplayRow, TrainingDisplay
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
+from supertuner.core.closing import CloseOnExit
 from supertuner.core.errors import RunFolderError
 from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NoteEvent, SetAsideEvent, WarningEvent
-from supertuner.core.types import JSON, CloseOnExit
+from supertuner.core.types import JSON
 
 EVENT_NAMES: Mapping[type[Event], str] = {
     DecisionEvent: "decided",

@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from supertuner.core.closing import CloseOnExit
 from supertuner.core.errors import RunFolderError
 from supertuner.core.events import MEMORY_MEASUREMENT, Event, MeasurementEvent
-from supertuner.core.types import JSON, CloseOnExit
+from supertuner.core.types import JSON
 from supertuner.sinks import training_events as training
 
 if TYPE_CHECKING:

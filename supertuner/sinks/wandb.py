@@ -9,9 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from supertuner.core.closing import CloseOnExit
 from supertuner.core.errors import SuperTunerError
 from supertuner.core.events import MEMORY_MEASUREMENT, Event, MeasurementEvent
-from supertuner.core.types import JSON, CloseOnExit
+from supertuner.core.types import JSON
 from supertuner.sinks import training_events as training
 
 WANDB_REMEDY = "pip install 'supertuner[wandb]', or remove report.wandb"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from threading import Barrier
 from typing import TYPE_CHECKING
 
-from supertuner.core.closing import ClosingContextManager
+from supertuner.core.closing import CloseOnExit
 from supertuner.core.types import MediaKind
 from supertuner.data.batching.render import caption_for_sample, render_sample
 from supertuner.data.corpus import Corpus
@@ -63,7 +63,7 @@ class PendingBatch:
             row.cancel()
 
 
-class DecoderPool(ClosingContextManager):
+class DecoderPool(CloseOnExit):
     """Threads that decode batches of a corpus. A context manager whose exit ends the threads."""
 
     def __init__(self, corpus: Corpus, threads: int) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from supertuner.core.closing import ClosingContextManager, close_on_error
+from supertuner.core.closing import CloseOnExit, close_on_error
 from supertuner.data.batching.decoder_pool import DecodedBatch, DecoderPool, PendingBatch
 from supertuner.data.ordering.micro_batches import MicroBatch
 
 
-class BatchPrefetcher(ClosingContextManager):
+class BatchPrefetcher(CloseOnExit):
     """An iterator over batches, and a context manager whose exit cancels pending batches without waiting for them.
 
     Several prefetchers may share one decoder pool, which the prefetcher does not close. After an error it is exhausted,

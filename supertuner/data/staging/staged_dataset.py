@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from supertuner.arena.home import ArenaHome
 from supertuner.arena.reader import ArenaReader, VerifyMode
-from supertuner.core.closing import ClosingContextManager, close_on_error
+from supertuner.core.closing import CloseOnExit, close_on_error
 from supertuner.core.errors import ArenaDamagedError
 from supertuner.core.events import Progress
 from supertuner.core.types import MediaKind
@@ -27,7 +27,7 @@ SET_ASIDE_TABLE = "set_aside"
 """The table with broken files and reasons, as JSON."""
 
 
-class StagedDataset(ClosingContextManager):
+class StagedDataset(CloseOnExit):
     """Gives views, not copies: all processes of the node that open it share the same memory."""
 
     def __init__(self, reader: ArenaReader) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from supertuner.arena.writer import BulkUnitWriter
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.core.bulk_io import BulkReader
-from supertuner.core.closing import ClosingContextManager
+from supertuner.core.closing import CloseOnExit
 from supertuner.core.errors import BrokenMediaError
 from supertuner.core.events import ProgressPhase
 from supertuner.core.types import MIB, MediaKind
@@ -59,7 +59,7 @@ class StagingJob:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class StageWorker(ClosingContextManager):
+class StageWorker(CloseOnExit):
     """Each worker writes to a separate segment of the arena."""
 
     def __init__(self, job: StagingJob) -> None:

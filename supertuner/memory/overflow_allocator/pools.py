@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import torch
 from torch.cuda.memory import CUDAPluggableAllocator
 
+from supertuner.core.closing import CloseOnExit
 from supertuner.core.errors import MemoryEngineError
 from supertuner.core.events import DecisionEvent, MeasurementEvent, NoteEvent, Sink, WarningEvent
 from supertuner.core.host import HostFacts
-from supertuner.core.types import JSON, MIB, CloseOnExit, bytes_text
+from supertuner.core.types import JSON, MIB, bytes_text
 from supertuner.memory.driver import HOST, Driver, DriverError, NotAvailable
 from supertuner.memory.overflow_allocator import admission, reclaim, routing
 from supertuner.memory.overflow_allocator.admission import SETTINGS_KEY

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from supertuner.core.closing import CloseOnExit
 from supertuner.core.events import MEMORY_MEASUREMENT, MeasurementEvent, Sink
 from supertuner.core.host import HostFacts
-from supertuner.core.types import CloseOnExit
 from supertuner.memory.driver import Driver, DriverError, NotAvailable
 from supertuner.memory.nvml import NvmlLibrary
 from supertuner.memory.probe import MachineFacts
