@@ -7,6 +7,7 @@ was not.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -213,7 +214,9 @@ def _collect_requests(
     if count and run.process_group.world_size > 1:
         kinds_text = run.process_group.broadcast(",".join(kinds).encode() if requests is not None else None)
         kinds = tuple(kinds_text.decode().split(","))
-    stop = STOPPED_BY_CALLBACK if number == CALLBACK_STOP else TrainingSignals.signal_name(number)
+    stop = None
+    if number:
+        stop = STOPPED_BY_CALLBACK if number == CALLBACK_STOP else signal.Signals(number).name
     return _ControlRequests(stop, bool(validation), pending, kinds)
 
 

@@ -90,7 +90,7 @@ class ActivationOffloader:
     """Copies activations of blocks to host memory while they compute, and back before their backward passes."""
 
     def __init__(
-        self, transfer: DeviceTransfer, host_memory: HostMemoryPool, *, min_bytes: int, max_blocks_in_flight: int
+        self, transfer: DeviceTransfer, host_memory: HostMemoryPool, min_bytes: int, max_blocks_in_flight: int
     ) -> None:
         self._transfer, self._host_memory, self._min_bytes = transfer, host_memory, min_bytes
         self.max_blocks_in_flight = max_blocks_in_flight
@@ -170,9 +170,8 @@ class ActivationOffloader:
 
     def _fetch(self, storage: OffloadedStorage) -> None:
         storage.device_bytes = torch.empty_like(storage.host_bytes, device=self._transfer.device)
-        storage.event = self._transfer.copy_to_device(
-            [(storage.device_bytes, storage.host_bytes)], after=(storage.event,)
-        )
+        pair = storage.device_bytes, storage.host_bytes
+        storage.event = self._transfer.copy_to_device([pair], after=(storage.event,))
         storage.awaited, storage.fetched = False, True
 
     def _free_device_bytes(self, storage: OffloadedStorage) -> None:
