@@ -20,18 +20,7 @@ from supertuner.core.events import DecisionEvent, Sink, WarningEvent
 from supertuner.core.types import bytes_text
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.driver import Driver, NotAvailable
-from supertuner.memory.hints.api import (
-    HintDecision,
-    HintStatus,
-    HintSupport,
-    HintTally,
-    ResidencyHints,
-    decide_hints,
-    drop_hints,
-    hint_support,
-    use_hints,
-    uvm_hint_override,
-)
+from supertuner.memory.hints import api as hint_api
 from supertuner.memory.nvml import open_nvml
 from supertuner.memory.overflow_allocator.plugin import OverflowStats
 from supertuner.memory.overflow_allocator.pools import OverflowPools, open_overflow_pools
@@ -48,9 +37,9 @@ class MemoryEngine:
     """The memory features of a run, and what became of each request."""
 
     facts: MachineFacts
-    hint_decision: HintDecision
+    hint_decision: hint_api.HintDecision
     """Whether hints are used, and the reason."""
-    hints: ResidencyHints | None
+    hints: hint_api.ResidencyHints | None
     """None: hints are off."""
     buffers: UnifiedBuffers | None
     """Unified memory for batches; None: they are in pinned memory, or where they were made."""
@@ -60,7 +49,7 @@ class MemoryEngine:
     """The allocator's counters at the start of this run: they count as long as the process lives."""
     sampler: MemorySampler
     sample_every: int
-    hint_tally: HintTally = field(default_factory=HintTally)
+    hint_tally: hint_api.HintTally = field(default_factory=hint_api.HintTally)
     reported_refusals: int = 0
     """Refused allocations and hints that `new_refusal` has reported."""
 
@@ -99,13 +88,11 @@ class MemoryEngine:
 
     def new_refusal(self) -> str | None:
         """What was refused since the last call, or None. A plan may rely on memory that was refused."""
-        overflow = (
-            0
-            if self.pools is None or self.overflow_at_start is None
-            else self.pools.stats().refusals - self.overflow_at_start.refusals
-        )
+        overflow = 0
+        if self.pools is not None and self.overflow_at_start is not None:
+            overflow = self.pools.stats().refusals - self.overflow_at_start.refusals
         statuses = self.hint_tally.by_status()
-        hints = statuses.get(HintStatus.REFUSED.value, 0) + statuses.get(HintStatus.ERROR.value, 0)
+        hints = statuses.get(hint_api.HintStatus.REFUSED.value, 0) + statuses.get(hint_api.HintStatus.ERROR.value, 0)
         before, self.reported_refusals = self.reported_refusals, overflow + hints
         if self.reported_refusals == before:
             return None
@@ -125,12 +112,11 @@ class MemoryEngine:
 
     def summary_lines(self) -> list[str]:
         """Lines for the summary at the end of the run."""
-        hints = (
-            [f"hint {line}" for line in self.hint_tally.lines()] if self.hint_decision.on else [str(self.hint_decision)]
-        )
-        if self.pools is None or self.overflow_at_start is None:
-            return hints
-        return [*hints, overflow_summary(self.overflow_at_start, self.pools.stats())]
+        decision = self.hint_decision
+        lines = [f"hint {line}" for line in self.hint_tally.lines()] if decision.on else [str(decision)]
+        if self.pools is not None and self.overflow_at_start is not None:
+            lines.append(overflow_summary(self.overflow_at_start, self.pools.stats()))
+        return lines
 
 
 @contextmanager
@@ -143,9 +129,9 @@ def open_memory(config: RunConfig, device: torch.device, context: RunContext) ->
         if not isinstance(nvml, NotAvailable):
             stack.callback(nvml.close)
         facts = probe_machine(host, driver, nvml)
-        hint_tally = HintTally()
+        hint_tally = hint_api.HintTally()
         hint_decision, hints, buffers = _open_hints(config, device, driver, facts, context)
-        stack.callback(drop_hints)  # `supertuner.gh200` follows this run's configuration while it lasts
+        stack.callback(hint_api.drop_hints)  # `supertuner.gh200` follows this run's configuration while it lasts
         if buffers is not None:
             stack.callback(buffers.close)
         pools = None
@@ -154,54 +140,36 @@ def open_memory(config: RunConfig, device: torch.device, context: RunContext) ->
         cupti = open_cupti(device.index or 0) if hints is not None or pools is not None else NO_CUPTI
         if not isinstance(cupti, NotAvailable):
             stack.callback(cupti.close)
-        sampler = stack.enter_context(
-            MemorySampler(
-                facts,
-                host,
-                GpuTelemetry(driver, nvml, cupti, device.index or 0, device),
-                overflow=None if pools is None else partial(_overflow_figures, pools),
-                hints=hint_tally.by_status,
-            )
-        )
+        telemetry = GpuTelemetry(driver, nvml, cupti, device.index or 0, device)
+        figures = None if pools is None else partial(_overflow_figures, pools)
+        sampler = MemorySampler(facts, host, telemetry, overflow=figures, hints=hint_tally.by_status)
+        sampler, sample_every = stack.enter_context(sampler), config.report.memory_every_steps
+        at_start = None if pools is None else pools.stats()
         yield MemoryEngine(
-            facts=facts,
-            hint_decision=hint_decision,
-            hints=hints,
-            buffers=buffers,
-            pools=pools,
-            overflow_at_start=None if pools is None else pools.stats(),
-            sampler=sampler,
-            sample_every=config.report.memory_every_steps,
-            hint_tally=hint_tally,
+            facts, hint_decision, hints, buffers, pools, at_start, sampler, sample_every, hint_tally=hint_tally
         )
 
 
 def _open_hints(
-    config: RunConfig,
-    device: torch.device,
-    driver: Driver | NotAvailable,
-    facts: MachineFacts,
-    context: RunContext,
-) -> tuple[HintDecision, ResidencyHints | None, UnifiedBuffers | None]:
+    config: RunConfig, device: torch.device, driver: Driver | NotAvailable, facts: MachineFacts, context: RunContext
+) -> tuple[hint_api.HintDecision, hint_api.ResidencyHints | None, UnifiedBuffers | None]:
     """Decide once whether this run gives hints; returns the decision and the objects that give them."""
     setting = config.gh200_optimizations.enable_uvm_hints
     caches = (config.cache_config.vae_cache_type, config.cache_config.text_cache_type)
     number = device.index or 0
-    support = (
-        hint_support(driver, number)
-        if device.type == "cuda"
-        else HintSupport(False, f"the run computes on {device.type}")
-    )
-    decision = decide_hints(uvm_hint_override(), setting, caches, support)
+    support = hint_api.HintSupport(False, f"the run computes on {device.type}")
+    if device.type == "cuda":
+        support = hint_api.hint_support(driver, number)
+    decision = hint_api.decide_hints(hint_api.uvm_hint_override(), setting, caches, support)
     context.sink.emit(DecisionEvent("residency_hints", decision.on, decision.reason))
     if setting and not decision.on:
         context.sink.emit(WarningEvent("gh200_optimizations.enable_uvm_hints", f"has no effect: {decision.reason}"))
     if not decision.on or isinstance(driver, NotAvailable):
-        use_hints(None, setting, caches, support)
+        hint_api.use_hints(None, setting, caches, support)
         return decision, None, None
     free = partial(free_gpu_bytes, facts, driver, context.host, number)
-    hints = ResidencyHints(driver, number, free_bytes=free)
-    use_hints(hints, setting, caches, support)
+    hints = hint_api.ResidencyHints(driver, number, free_bytes=free)
+    hint_api.use_hints(hints, setting, caches, support)
     return decision, hints, UnifiedBuffers(driver, device, free_bytes=free)
 
 
@@ -219,10 +187,8 @@ def overflow_summary(before: OverflowStats, now: OverflowStats) -> str:
     peaks = f"at most {bytes_text(now.device_peak_bytes)} of device memory"
     if now.managed_allocations == before.managed_allocations:
         return f"overflow: not needed; {peaks}"
-    light, hard = (
-        now.light_reclamations - before.light_reclamations,
-        now.hard_reclamations - before.hard_reclamations,
-    )
+    light = now.light_reclamations - before.light_reclamations
+    hard = now.hard_reclamations - before.hard_reclamations
     spilled = f"{bytes_text(now.managed_peak_bytes)} managed"
     refused = f", {now.refusals - before.refusals} refusals" if now.refusals > before.refusals else ""
     times = now.entered - before.entered
