@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from supertuner.sinks import drawing
-from supertuner.sinks.drawing import INK, MUTED, load_font
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -131,19 +130,19 @@ def join_frames(frames: Sequence[Frame]) -> Frame:
 def _draw_sheet(layout: GridLayout, labels: GridLabels) -> Image:
     """The sheet with all labels, without samples."""
     sheet, pen = drawing.new_sheet(*layout.size)
-    for top, text, size, colour in ((14, labels.title, 20, INK), (42, labels.note, 13, MUTED)):
+    for top, text, size, colour in ((14, labels.title, 20, drawing.INK), (42, labels.note, 13, drawing.MUTED)):
         line = drawing.shorten_line(drawing.drawable_text(text), layout.size[0] - 2 * MARGIN, size)
-        pen.text((MARGIN, top), line, colour, load_font(size))
+        pen.text((MARGIN, top), line, colour, drawing.load_font(size))
     for column, seed in enumerate(labels.seeds):
         left, _ = layout.corner(0, column)
-        pen.text((left, TITLE_HEIGHT + 4), _seed_label(seed, layout.cell_width), MUTED, load_font(13))
+        pen.text((left, TITLE_HEIGHT + 4), _seed_label(seed, layout.cell_width), drawing.MUTED, drawing.load_font(13))
     for row, prompt in enumerate(labels.prompts):
         _, top = layout.corner(row, 0)
-        lines, colour = ["(empty prompt)"], MUTED
+        lines, colour = ["(empty prompt)"], drawing.MUTED
         if prompt.strip():
-            lines, colour = drawing.wrap_text(prompt, LABEL_WIDTH - 16, layout.row_height // LINE_HEIGHT), INK
+            lines, colour = drawing.wrap_text(prompt, LABEL_WIDTH - 16, layout.row_height // LINE_HEIGHT), drawing.INK
         for number, line in enumerate(lines):
-            pen.text((MARGIN, top + number * LINE_HEIGHT), line, colour, load_font(13))
+            pen.text((MARGIN, top + number * LINE_HEIGHT), line, colour, drawing.load_font(13))
     return sheet
 
 
