@@ -64,10 +64,8 @@ def train(
         CheckpointSaver(run, on_saved) as saver,
         run.dataloader() as loader,
     ):
-        samples, total_steps, total_samples = run.samples_consumed, run.schedule.total_steps, run.schedule.total_samples
-        begin = training.train_begin_event(
-            step=run.step, steps=total_steps, samples=samples, samples_total=total_samples
-        )
+        steps, samples, total = run.schedule.total_steps, run.samples_consumed, run.schedule.total_samples
+        begin = training.train_begin_event(step=run.step, steps=steps, samples=samples, samples_total=total)
         run.context.sink.emit(begin)
         if run.step == 0 and settings.at_start:
             validate(run)

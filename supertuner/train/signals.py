@@ -50,7 +50,7 @@ class TrainingSignals:
                 signal.signal(number, handler)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, previous in self._previous_handlers.items():
             signal.signal(number, previous)
         self._previous_handlers.clear()

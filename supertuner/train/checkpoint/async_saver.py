@@ -75,7 +75,7 @@ class SaveJob:
     def __enter__(self) -> SaveJob:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def add_callback(self, callback: SaveCallback) -> None:
@@ -176,7 +176,7 @@ class CheckpointSaver:
     def __enter__(self) -> CheckpointSaver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self.wait()
@@ -242,14 +242,9 @@ class CheckpointSaver:
         try:
             for log in (run.loss_log, run.validation_log):
                 log.sync()
-            path = save_checkpoint(
-                run.context.run_dir / CHECKPOINTS_DIR,
-                contents,
-                replace(run.context, sink=job, progress=job),
-                keep=run.config.checkpoints.keep,
-                raise_if_abandoned=self._raise_if_abandoned,
-                sharding=sharding,
-            )
+            folder, keep = run.context.run_dir / CHECKPOINTS_DIR, run.config.checkpoints.keep
+            context, check = replace(run.context, sink=job, progress=job), self._raise_if_abandoned
+            path = save_checkpoint(folder, contents, context, keep=keep, raise_if_abandoned=check, sharding=sharding)
         except BaseException as error:  # any error: requests must be answered
             job.finish(None, str(error) or type(error).__name__)
             raise

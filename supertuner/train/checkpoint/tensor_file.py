@@ -99,9 +99,8 @@ def plan_tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] 
         entries[name] = {"dtype": codes[name], "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % HEADER_ALIGNMENT)
-    return TensorFileLayout(
-        len(text).to_bytes(8, "little") + text, tuple(tensors[name] for name in order), 8 + len(text) + end
-    )
+    header = len(text).to_bytes(8, "little") + text
+    return TensorFileLayout(header, tuple(tensors[name] for name in order), len(header) + end)
 
 
 def row_offsets_metadata(row_offsets: Mapping[str, int], tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -166,34 +166,23 @@ def _build_media_plan(requirements: CacheRequirements, until: int | None) -> Med
     drawn = _samples_drawn_before(corpus, until)
     group_policies = [requirements.policies[group.dataset_index] for group in groups]
     variations = tuple(policy.media_variations for policy in group_policies)
-    jobs, job_offsets, count = [], [], 0
+    parts, job_offsets, count = [np.zeros((3, 0), np.int64)], [], 0
     for number, group in enumerate(groups):
         cached = group_policies[number].media_mode is CacheMode.CACHED
         job_offsets.append(count if cached else None)
         if cached:
-            jobs.append(_group_jobs(number, group.sample_indices, variations[number]))
-            count += len(jobs[-1])
-    all_jobs = _concatenate_jobs(jobs)
-    keys = media_keys(corpus, all_jobs, requirements.media_namespace)
+            sample = np.tile(group.sample_indices.astype(np.int64), variations[number])
+            cycle = np.repeat(np.arange(variations[number], dtype=np.int64), len(group.sample_indices))
+            parts.append(np.stack([np.full(len(sample), number, np.int64), sample, cycle]))
+            count += len(sample)
+    unused = np.zeros(count, np.int64)
+    jobs = SampleDraws(unused, unused, *np.concatenate(parts, axis=1))
+    keys = media_keys(corpus, jobs, requirements.media_namespace)
     for number, begin in enumerate(job_offsets):
         if drawn is not None and begin is not None:
             rows = slice(begin, begin + variations[number] * len(groups[number].sample_indices))
-            keys[rows][~np.isin(all_jobs.sample[rows], drawn[number])] = NO_KEY
-    return MediaPlan(all_jobs, keys, tuple(job_offsets), variations)
-
-
-def _group_jobs(group: int, sample_indices: NDArray[np.uint32], variations: int) -> SampleDraws:
-    sample = np.tile(sample_indices.astype(np.int64), variations)
-    cycle = np.repeat(np.arange(variations, dtype=np.int64), len(sample_indices))
-    unused = np.zeros(len(sample), np.int64)
-    return SampleDraws(unused, unused, np.full(len(sample), group, np.int64), sample, cycle)
-
-
-def _concatenate_jobs(jobs: Sequence[SampleDraws]) -> SampleDraws:
-    if not jobs:
-        return _group_jobs(0, np.zeros(0, np.uint32), 1)
-    columns = ((part.position, part.epoch, part.group, part.sample, part.cycle) for part in jobs)
-    return SampleDraws(*map(np.concatenate, zip(*columns, strict=True)))
+            keys[rows][~np.isin(jobs.sample[rows], drawn[number])] = NO_KEY
+    return MediaPlan(jobs, keys, tuple(job_offsets), variations)
 
 
 def media_keys(corpus: Corpus, draws: SampleDraws, namespace: CacheNamespace) -> EntryKeys:

@@ -59,23 +59,21 @@ class StreamedWeightRef:
     view: TensorView
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class OffloadedStorage:
     """One storage in host memory."""
 
-    __slots__ = ("__weakref__", "awaited", "device_bytes", "event", "fetched", "host_bytes", "pending_uses")
-
-    def __init__(self, device_bytes: torch.Tensor, host_bytes: torch.Tensor) -> None:
-        self.device_bytes: torch.Tensor | None = device_bytes
-        """Its bytes on the device; None while they are only in host memory."""
-        self.fetched = False
-        """Whether the device bytes were fetched back; False: they are still the original storage."""
-        self.host_bytes = host_bytes
-        self.event: TransferEvent = None
-        """Completion of the last copy, in either direction."""
-        self.awaited = False
-        """Whether the compute stream has waited for that event."""
-        self.pending_uses = 0
-        """Packed tensors of this storage that are not unpacked yet."""
+    device_bytes: torch.Tensor | None
+    """Its bytes on the device; None while they are only in host memory."""
+    host_bytes: torch.Tensor
+    event: TransferEvent
+    """Completion of the last copy, in either direction."""
+    fetched: bool = False
+    """Whether the device bytes were fetched back; False: they are still the original storage."""
+    awaited: bool = False
+    """Whether the compute stream has waited for that event."""
+    pending_uses: int = 0
+    """Packed tensors of this storage that are not unpacked yet."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -162,8 +160,9 @@ class ActivationOffloader:
             self._host_memory.reset()
 
     def _send_to_host(self, device_bytes: torch.Tensor) -> OffloadedStorage:
-        storage = OffloadedStorage(device_bytes, self._host_memory.allocate(device_bytes.nbytes))
-        storage.event = self._transfer.copy_to_host([(storage.host_bytes, device_bytes)])
+        host_bytes = self._host_memory.allocate(device_bytes.nbytes)
+        event = self._transfer.copy_to_host([(host_bytes, device_bytes)])
+        storage = OffloadedStorage(device_bytes, host_bytes, event)
         self._live_storages += 1
         weakref.finalize(storage, self._on_storage_freed).atexit = False
         return storage

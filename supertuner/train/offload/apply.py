@@ -57,8 +57,6 @@ class OffloadedExpert:
         self.ring.release_slots()
         self.ring.prefetch_depth = blocks
         self.offloader.max_blocks_in_flight = max(1, blocks)
-        if self.blocks is not None:
-            self.blocks.prefetch_depth = blocks
 
     def detach(self) -> None:
         """Stop following the plan; every tensor stays where it is. Only between two windows."""
@@ -94,7 +92,7 @@ def apply_plan(
     offloader = ActivationOffloader(transfer, HostMemoryPool(transfer.device), min_offload_bytes, max(1, plan.ahead))
     blocks = None
     if ring.streamed or any(row.activations is not ActivationPolicy.KEEP for row in rows):
-        blocks = OffloadedBlocks(modules, [row.activations for row in rows], ring, offloader, plan.ahead)
+        blocks = OffloadedBlocks(modules, [row.activations for row in rows], ring, offloader)
         blocks.install()
     for block in ring.streamed.values():
         block.move_to_host(host_buffers)

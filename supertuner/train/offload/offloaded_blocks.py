@@ -48,7 +48,6 @@ class OffloadedBlocks:
     policies: Sequence[ActivationPolicy]
     ring: WeightRing
     offloader: activations.ActivationOffloader
-    prefetch_depth: int
     current_pass: BlockPass = BlockPass.SAMPLING
     current_block: int = -1
     """The block that computes now."""
@@ -194,7 +193,7 @@ class OffloadedBlocks:
             self.offloader.prefetch_block(number)
             if number in self.ring.streamed and self.ring.streamed[number].trained:
                 self._hold_weights(number)
-        for use in next_uses(number, len(self.modules), new_pass, self.prefetch_depth):
+        for use in next_uses(number, len(self.modules), new_pass, self.ring.prefetch_depth):
             if use.backward:
                 self.offloader.prefetch_block(use.block)
 

@@ -63,7 +63,7 @@ class PlannedSwappableExpert:
 
     def move_to_device(self) -> None:
         transfer = self.offloaded.transfer
-        trained = {name: (StoredTensor(p, None), p.data) for name, p in self._trained.items()}
+        trained = {name: (StoredTensor(p), p.data) for name, p in self._trained.items()}
         entries = [*self._frozen, *trained.values()]
         pairs = [(torch.empty_like(host, device=self.device), host) for _, host in entries]
         transfer.wait_on_device(transfer.copy_to_device(pairs))

@@ -201,7 +201,7 @@ class TrainingDataLoader:
     def __enter__(self) -> TrainingDataLoader:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _produce_items(self, start_step: int) -> Iterator[LoaderItem]:

@@ -105,7 +105,7 @@ class LossLog:
     def __enter__(self) -> LossLog:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

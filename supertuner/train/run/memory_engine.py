@@ -130,7 +130,7 @@ def open_memory(config: RunConfig, device: torch.device, context: RunContext) ->
             stack.callback(nvml.close)
         facts = probe_machine(host, driver, nvml)
         hint_tally = hint_api.HintTally()
-        hint_decision, hints, buffers = _open_hints(config, device, driver, facts, context)
+        decision, hints, buffers = _open_hints(config, device, driver, facts, context)
         stack.callback(hint_api.drop_hints)  # `supertuner.gh200` follows this run's configuration while it lasts
         if buffers is not None:
             stack.callback(buffers.close)
@@ -145,9 +145,7 @@ def open_memory(config: RunConfig, device: torch.device, context: RunContext) ->
         sampler = MemorySampler(facts, host, telemetry, overflow=figures, hints=hint_tally.by_status)
         sampler, sample_every = stack.enter_context(sampler), config.report.memory_every_steps
         at_start = None if pools is None else pools.stats()
-        yield MemoryEngine(
-            facts, hint_decision, hints, buffers, pools, at_start, sampler, sample_every, hint_tally=hint_tally
-        )
+        yield MemoryEngine(facts, decision, hints, buffers, pools, at_start, sampler, sample_every, hint_tally)
 
 
 def _open_hints(
