@@ -148,11 +148,9 @@ def _check_finite(run: TrainingRun, result: WindowResult) -> None:
     suspects = _suspects_text(run, result)
     description = f"step {run.step}: loss {result.loss}, gradient norm {result.grad_norm}; samples: {suspects}"
     if run.nonfinite_windows >= limit:
-        raise NonFiniteError(
-            f"{description}; {run.nonfinite_windows} windows in a row were not finite (train.max_nonfinite), and none "
-            "of them changed a weight. Check these samples, lower the learning rate, or resume from an earlier "
-            "checkpoint"
-        )
+        problem = "windows in a row were not finite (train.max_nonfinite), and none of them changed a weight"
+        remedy = "Check these samples, lower the learning rate, or resume from an earlier checkpoint"
+        raise NonFiniteError(f"{description}; {run.nonfinite_windows} {problem}. {remedy}")
     text = f"{description}; the window is skipped ({run.nonfinite_windows} in a row, {limit} end the run)"
     run.context.sink.emit(WarningEvent("train", text))
 

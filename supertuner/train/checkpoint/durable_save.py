@@ -140,11 +140,10 @@ def _require_disk_space(folder: Path, plan: write.CheckpointWritePlan, host: Hos
     """CheckpointError if the disk is too full. Of several writers each needs as much as rank 0, or a few rows less."""
     needed, free = plan.disk_bytes() * writer_count, host.free_bytes(folder)
     if needed > free:
-        raise CheckpointError(
-            f"the checkpoint of step {plan.step} needs {bytes_text(needed)}, {bytes_text(free)} are free below "
-            f"{folder}: {bytes_text(needed - free)} are missing; free some space, or lower checkpoints.keep; "
-            f"{_intact_checkpoint_text(folder)}"
-        )
+        problem = f"needs {bytes_text(needed)}, {bytes_text(free)} are free below {folder}"
+        remedy = f"{bytes_text(needed - free)} are missing; free some space, or lower checkpoints.keep"
+        text = f"the checkpoint of step {plan.step} {problem}: {remedy}; {_intact_checkpoint_text(folder)}"
+        raise CheckpointError(text)
 
 
 def _write_hidden_folder(

@@ -49,10 +49,9 @@ def find_checkpoint(context: RunContext, resume: str) -> LoadedCheckpoint | None
         return load_checkpoint(path, context.progress)  # a missing path is an error even if the run has checkpoints
     latest = load_latest(checkpoints, context.sink, context.progress)
     if latest is None and find_checkpoints(checkpoints):
-        raise CheckpointError(
-            f"no checkpoint in {checkpoints} is intact (`supertuner checkpoint verify` reports what is wrong with "
-            "each); restore one, or use another run.name to begin at step 0"
-        )
+        problem = "is intact (`supertuner checkpoint verify` reports what is wrong with each)"
+        remedy = "restore one, or use another run.name to begin at step 0"
+        raise CheckpointError(f"no checkpoint in {checkpoints} {problem}; {remedy}")
     if resume == "latest":
         return latest
     if latest is None:
@@ -149,10 +148,9 @@ def _require_same_initial_weights(run: TrainingRun, loaded: LoadedCheckpoint) ->
         expert, _, setting = name.partition(": ")
         decides = setting.endswith(".frozen") or any(dataset.prior for dataset in run.config.datasets)
         if is_own_checkpoint and decides:
-            raise CheckpointError(
-                f"{loaded.path}: {expert} was trained with other tensors in the file of {setting}; restore that file, "
-                "or start another run.name with --resume and this checkpoint if the change is intended"
-            )
+            problem = f"{expert} was trained with other tensors in the file of {setting}"
+            remedy = "or start another run.name with --resume and this checkpoint if the change is intended"
+            raise CheckpointError(f"{loaded.path}: {problem}; restore that file, {remedy}")
         effect = "training continues on the new file" if decides else "the checkpoint's values count, not the file's"
         _warn(run, loaded, f"{expert} was trained with other tensors (or none) in the file of {setting}: {effect}")
 

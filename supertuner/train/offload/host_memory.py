@@ -59,12 +59,11 @@ class HostMemoryPool:
         try:
             segment = torch.empty(size + padding, dtype=torch.uint8, pin_memory=self._pinned)
         except RuntimeError as error:  # from CUDA, which pins the memory, or from the host allocator
-            memory_kind = "pinned host memory" if self._pinned else "host memory"
-            raise TrainError(
-                f"{bytes_text(size)} of {memory_kind} cannot be allocated besides the {bytes_text(self.nbytes)} that "
-                f"the plan uses there: {str(error).splitlines()[0]}; free some, or keep more on the GPU: "
-                'plan.activations: "recompute", plan.weights: "gpu", plan.optimizer: "gpu"'
-            ) from error
+            memory, used = "pinned host memory" if self._pinned else "host memory", bytes_text(self.nbytes)
+            problem = f"{bytes_text(size)} of {memory} cannot be allocated besides the {used} that the plan uses there"
+            settings = 'plan.activations: "recompute", plan.weights: "gpu", plan.optimizer: "gpu"'
+            remedy = f"free some, or keep more on the GPU: {settings}"
+            raise TrainError(f"{problem}: {str(error).splitlines()[0]}; {remedy}") from error
         begin = -segment.data_ptr() % ALIGNMENT
         return segment[begin : begin + size]
 

@@ -86,15 +86,8 @@ class WeightRing:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the slots take, once they are in use."""
-        return self._slot_bytes * self._max_slots
-
-    @property
-    def _slot_bytes(self) -> int:
-        return max((block.nbytes for block in self.streamed.values()), default=0)
-
-    @property
-    def _max_slots(self) -> int:
-        return min(self.prefetch_depth + 1, len(self.streamed))
+        largest = max((block.nbytes for block in self.streamed.values()), default=0)
+        return largest * min(self.prefetch_depth + 1, len(self.streamed))
 
     def parameter_ids(self) -> set[int]:
         """Ids of all parameters that are streamed."""
@@ -182,7 +175,7 @@ class WeightRing:
         kernels have read their weights before they are overwritten.
         """
         used = {contents.slot for contents in self._contents.values()}
-        if len(used) < self._max_slots:
+        if len(used) < min(self.prefetch_depth + 1, len(self.streamed)):
             return self._new_slot(used)
         # A prefetch must not evict a block that is used as soon; the block that computes now may evict any other.
         uses = next_uses(computing, self.block_count, current_pass, self.prefetch_depth if block != computing else 0)
@@ -193,16 +186,14 @@ class WeightRing:
     def _new_slot(self, used: set[int]) -> int:
         number = next(number for number in range(len(used) + 1) if number not in used)
         if number == len(self._slots):
-            self._slots.append(torch.empty(self._slot_bytes, dtype=torch.uint8, device=self.transfer.device))
+            largest = max(streamed.nbytes for streamed in self.streamed.values())
+            self._slots.append(torch.empty(largest, dtype=torch.uint8, device=self.transfer.device))
         return number
 
     def _slot_views(self, block: int) -> list[torch.Tensor]:
         slot = self._contents[block].slot
         if (block, slot) not in self._views:
-            streamed_block = self.streamed[block]
-            raw = self._slots[slot]
-            self._views[block, slot] = [
-                tensor_in_bytes(raw[begin : begin + stored.get().nbytes], stored.get())
-                for stored, begin in zip(streamed_block.stored, streamed_block.offsets, strict=True)
-            ]
+            pairs = zip(self.streamed[block].stored, self.streamed[block].offsets, strict=True)
+            places = [(self._slots[slot][begin:], stored.get()) for stored, begin in pairs]
+            self._views[block, slot] = [tensor_in_bytes(raw[: like.nbytes], like) for raw, like in places]
         return self._views[block, slot]

@@ -94,10 +94,8 @@ class LossLog:
         self.truncate(*EMPTY_POSITION)
 
     def _mismatch(self, problem: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path}: {problem}; put the file back as it was, resume from another checkpoint (`supertuner "
-            "checkpoint ls RUN` lists them), or resume from this one in a run with another run.name"
-        )
+        remedy = "put the file back, resume from another checkpoint (`supertuner checkpoint ls RUN` lists them)"
+        return CheckpointError(f"{self.path}: {problem}; {remedy}, or resume from this one with another run.name")
 
     def close(self) -> None:
         os.close(self._fd)

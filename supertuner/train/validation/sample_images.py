@@ -139,8 +139,11 @@ class SampleSheet:
     def add(self, row: int, column: int, request: SampleRequest, frames: NDArray[np.uint8]) -> None:
         assert frames.ndim == 4 and frames.shape[3] == 3 and frames.dtype == np.uint8, (frames.shape, frames.dtype)
         shown = first_middle_last(frames)
-        self._open_grids(frames, len(shown))
-        assert self._grid is not None
+        if self._grid is None:  # the first sample determines the size of the sheets
+            _, height, width, _ = frames.shape
+            self._grid = ImageGrid(self._labels, width, height, len(shown))
+            if len(frames) > 1:
+                self._video_grid = VideoGrid(self._labels, width, height)
         self._grid.paste(row, column, shown)
         if self._video_grid is not None:
             self._video_grid.add_clip(row, column, list(frames))
@@ -157,14 +160,6 @@ class SampleSheet:
         with explain_write_errors(self._folder):
             write_json(self._folder / FACTS_FILE, facts)
         return self._video_grid is not None
-
-    def _open_grids(self, frames: NDArray[np.uint8], frames_per_cell: int) -> None:
-        """The first sample determines the size of the sheets."""
-        if self._grid is None:
-            _, height, width, _ = frames.shape
-            self._grid = ImageGrid(self._labels, width, height, frames_per_cell)
-            if len(frames) > 1:
-                self._video_grid = VideoGrid(self._labels, width, height)
 
     def _write_sample(self, name: str, frames: NDArray[np.uint8]) -> list[str]:
         if len(frames) == 1:

@@ -74,9 +74,8 @@ def _failure_ends_run(run: TrainingRun) -> Iterator[None]:
     except (ModelError, PeerError):
         raise
     except SuperTunerError as error:
-        raise CollectiveError(
-            f"validation of step {run.step}: {error}. All ranks compute it together, so one rank cannot skip it"
-        ) from error
+        reason = "All ranks compute it together, so one rank cannot skip it"
+        raise CollectiveError(f"validation of step {run.step}: {error}. {reason}") from error
 
 
 def _build_sampler_on_all_ranks(
@@ -197,10 +196,9 @@ def plan_validation(
         return planned
     frames = () if size.frames == 1 else (size.frames,)
     if reason := family.unsupported_reason(model, (3, *frames, size.height, size.width)):
-        raise TrainError(
-            f"validation.width, height and frames are {size.width}, {size.height} and {size.frames}, which the model "
-            f"cannot produce: {reason}; change them"
-        )
+        values = f"{size.width}, {size.height} and {size.frames}"
+        problem = f"validation.width, height and frames are {values}, which the model cannot produce"
+        raise TrainError(f"{problem}: {reason}; change them")
     return planned
 
 
