@@ -7,10 +7,12 @@ was not.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +25,7 @@ from supertuner.runs.requests import RequestInbox, RunRequest
 from supertuner.sinks import training_events as training
 from supertuner.step.batch import StepBatch
 from supertuner.step.window import WindowResult, train_window
-from supertuner.train.checkpoint.async_saver import CheckpointSaver, SaveCallback, SavedCallback
+from supertuner.train.checkpoint.async_saver import CheckpointSaver, SavedCallback
 from supertuner.train.run.dataloader import TrainingWindow
 from supertuner.train.run.training_run import TrainingRun
 from supertuner.train.signals import TrainingSignals
@@ -62,14 +64,9 @@ def train(
         CheckpointSaver(run, on_saved) as saver,
         run.dataloader() as loader,
     ):
-        run.context.sink.emit(
-            training.train_begin_event(
-                step=run.step,
-                steps=run.schedule.total_steps,
-                samples=run.samples_consumed,
-                samples_total=run.schedule.total_samples,
-            )
-        )
+        steps, samples, total = run.schedule.total_steps, run.samples_consumed, run.schedule.total_samples
+        begin = training.train_begin_event(step=run.step, steps=steps, samples=samples, samples_total=total)
+        run.context.sink.emit(begin)
         if run.step == 0 and settings.at_start:
             validate(run)
         for window in loader:
@@ -99,9 +96,8 @@ def _train_step(run: TrainingRun, window: TrainingWindow) -> None:
         text = ramp_change_text(size, run.config.train.batch_size, run.process_group.world_size)
         run.context.sink.emit(NoteEvent("ramp", text))
     rate = expert_state.optimizer.base_learning_rate * run.lr_factor(plan.step)
-    with explain_out_of_memory(
-        f"step {plan.step + 1} does", lambda: run.memory.out_of_memory_remedy(OUT_OF_MEMORY_REMEDY)
-    ):
+    remedy = partial(run.memory.out_of_memory_remedy, OUT_OF_MEMORY_REMEDY)
+    with explain_out_of_memory(f"step {plan.step + 1} does", remedy):
         result = train_window(
             expert_state,
             (_move_to_device(run, batch) for batch in window),
@@ -152,23 +148,17 @@ def _check_finite(run: TrainingRun, result: WindowResult) -> None:
     suspects = _suspects_text(run, result)
     description = f"step {run.step}: loss {result.loss}, gradient norm {result.grad_norm}; samples: {suspects}"
     if run.nonfinite_windows >= limit:
-        raise NonFiniteError(
-            f"{description}; {run.nonfinite_windows} windows in a row were not finite (train.max_nonfinite), and none "
-            "of them changed a weight. Check these samples, lower the learning rate, or resume from an earlier "
-            "checkpoint"
-        )
-    run.context.sink.emit(
-        WarningEvent(
-            "train", f"{description}; the window is skipped ({run.nonfinite_windows} in a row, {limit} end the run)"
-        )
-    )
+        problem = "windows in a row were not finite (train.max_nonfinite), and none of them changed a weight"
+        remedy = "Check these samples, lower the learning rate, or resume from an earlier checkpoint"
+        raise NonFiniteError(f"{description}; {run.nonfinite_windows} {problem}. {remedy}")
+    text = f"{description}; the window is skipped ({run.nonfinite_windows} in a row, {limit} end the run)"
+    run.context.sink.emit(WarningEvent("train", text))
 
 
 def _suspects_text(run: TrainingRun, result: WindowResult) -> str:
     """Names of the samples, over all ranks, that may have caused the window to be not finite."""
-    messages = run.process_group.all_gather(
-        ",".join(map(str, (int(result.has_nonfinite_loss), *result.suspect_positions))).encode()
-    )
+    own_report = ",".join(map(str, (int(result.has_nonfinite_loss), *result.suspect_positions)))
+    messages = run.process_group.all_gather(own_report.encode())
     reports = [[int(number) for number in message.decode().split(",")] for message in messages]
     # Ranks with a loss that is not finite come first; if there is none, the gradients overflowed somewhere.
     suspects = [position for has_nonfinite, *positions in reports if has_nonfinite for position in positions]
@@ -213,7 +203,9 @@ def _collect_requests(
     if count and run.process_group.world_size > 1:
         kinds_text = run.process_group.broadcast(",".join(kinds).encode() if requests is not None else None)
         kinds = tuple(kinds_text.decode().split(","))
-    stop = STOPPED_BY_CALLBACK if number == CALLBACK_STOP else TrainingSignals.signal_name(number)
+    stop = None
+    if number:
+        stop = STOPPED_BY_CALLBACK if number == CALLBACK_STOP else signal.Signals(number).name
     return _ControlRequests(stop, bool(validation), pending, kinds)
 
 
@@ -222,45 +214,38 @@ def _serve_requests(
 ) -> None:
     """Carry out requests. One that fails is answered with its error, and does not end the run."""
     if requested.validate:
-        try:
-            validate(run, on_request=True)
-        except CollectiveError:
-            raise
-        except SuperTunerError as error:
-            run.context.sink.emit(WarningEvent("SIGUSR1", str(error)))
+        _validate_on_request(run, "SIGUSR1")
     for number, kind in enumerate(requested.kinds):
-        request = None if requests is None else requested.pending[number]
-        done = f"{kind} of step {run.step}"
+        answer = None
+        if requests is not None:
+            answer = partial(_answer, requests, requested.pending[number], f"{kind} of step {run.step}")
         if kind == "checkpoint":
-            saver.save_on_request(
-                None if requests is None or request is None else _answer_later(requests, request, done)
-            )
+            if requests is not None:  # it is answered once the checkpoint is on disk; training goes on meanwhile
+                requests.defer(requested.pending[number])
+            saver.save_on_request(answer)
             continue
-        try:
-            path = validate(run, on_request=True)
-        except CollectiveError:
-            raise
-        except SuperTunerError as error:
-            run.context.sink.emit(WarningEvent(f"request {kind}", str(error)))
-            if requests is not None and request is not None:
-                requests.refuse(request, str(error))
-        else:
-            if requests is not None and request is not None:
-                requests.answer(request, done, path)
+        path, reason = _validate_on_request(run, f"request {kind}")
+        if answer is not None:
+            answer(path, reason)
         release_unused_memory(run.device)
 
 
-def _answer_later(requests: RequestInbox, request: RunRequest, done: str) -> SaveCallback:
-    """A callback that answers a request for a checkpoint once it is on disk; training goes on meanwhile."""
-    requests.defer(request)
+def _validate_on_request(run: TrainingRun, source: str) -> tuple[Path | None, str]:
+    """Validate; returns the folder of the samples, or None and the reason of the failure."""
+    try:
+        return validate(run, on_request=True), ""
+    except CollectiveError:
+        raise
+    except SuperTunerError as error:
+        run.context.sink.emit(WarningEvent(source, str(error)))
+        return None, str(error)
 
-    def answer(path: Path | None, reason: str) -> None:
-        if path is None:
-            requests.refuse(request, reason)
-        else:
-            requests.answer(request, done, path)
 
-    return answer
+def _answer(requests: RequestInbox, request: RunRequest, done: str, path: Path | None, reason: str) -> None:
+    if path is None:
+        requests.refuse(request, reason)
+    else:
+        requests.answer(request, done, path)
 
 
 def _open_requests(run: TrainingRun) -> AbstractContextManager[RequestInbox | None]:

@@ -26,11 +26,7 @@ from supertuner.data.corpus import Corpus
 from supertuner.data.corpus_loader import open_corpus, select_datasets
 from supertuner.distributed.node import open_node_peers
 from supertuner.distributed.process_group import ProcessGroup, SingleProcess, rank_zero_first
-from supertuner.distributed.same_start import (
-    require_same_data,
-    require_same_unsharded_weights,
-    require_same_weights,
-)
+from supertuner.distributed.same_start import require_same_data, require_same_unsharded_weights, require_same_weights
 from supertuner.memory.out_of_memory import explain_out_of_memory
 from supertuner.models.adapters.attach import TrainableExpert
 from supertuner.models.adapters.existing_adapters import load_initial_values, merge_frozen
@@ -41,18 +37,12 @@ from supertuner.optim.schedule import TrainingSchedule, build_training_schedule,
 from supertuner.plan.placement.planner import RunPlanner
 from supertuner.plan.sample_requests import ValidationSamplePlan
 from supertuner.runs.loss_files import HELD_OUT_FILE, LOSSES_FILE
+from supertuner.step import expert_setup
 from supertuner.step.batch import StepBatch
-from supertuner.step.expert_setup import (
-    build_expert_state,
-    build_step_options,
-    build_trainable_expert,
-    quantize_base_weights,
-    selected_experts,
-    weight_dtype,
-)
 from supertuner.step.parameter_state import HOST
 from supertuner.step.precision import ComputePrecision
 from supertuner.step.window import ExpertState
+from supertuner.train import run_checks
 from supertuner.train.checkpoint.load import LoadedCheckpoint
 from supertuner.train.checkpoint.resume import find_resume_checkpoint, restore_run, saved_revision, saved_world_size
 from supertuner.train.encoding.corpus_caches import open_encoded_corpus
@@ -66,13 +56,6 @@ from supertuner.train.run.loss_log import open_loss_log
 from supertuner.train.run.loss_weights import build_loss_weights
 from supertuner.train.run.memory_engine import MemoryEngine, open_memory
 from supertuner.train.run.training_run import TrainingRun
-from supertuner.train.run_checks import (
-    check_against_meta_modules,
-    device_reason,
-    require_backends,
-    require_expert_settings,
-    select_device,
-)
 from supertuner.train.validation.validate import plan_validation
 
 FINGERPRINTS_FILE = ".fingerprints.json"
@@ -146,50 +129,34 @@ def open_run(
 
     `resume` overrides `checkpoints.resume`. The run's name is that of `context.run_dir`.
     """
-    checked = check_run(config, context, resume=resume, process_group=process_group, planner=planner)
+    resume = resume or config.checkpoints.resume
+    checked = check_run(config, context, resume, process_group or SingleProcess(), planner)
     with open_data(checked) as data, encode(data) as encoded, start_run(load_experts(encoded)) as run:
         yield run
 
 
 def check_run(
-    config: RunConfig,
-    context: RunContext,
-    *,
-    resume: str | None = None,
-    process_group: ProcessGroup | None = None,
-    planner: RunPlanner | None = None,
+    config: RunConfig, context: RunContext, resume: str, process_group: ProcessGroup, planner: RunPlanner | None
 ) -> CheckedRun:
     """First phase: refuse what cannot work, and find the checkpoint to resume from."""
-    process_group = process_group or SingleProcess()
     sink = context.sink
-    device = select_device(config.train.device)
+    device = run_checks.select_device(config.train.device)
     precision = ComputePrecision(config.train.mixed_precision, device, caches_casts=process_group.sharder is None)
     if process_group.sharder is not None:
         from supertuner.distributed.fsdp import require_fsdp_supported
 
         require_fsdp_supported(config)
-    resume_from = find_resume_checkpoint(context, resume or config.checkpoints.resume, process_group)
+    resume_from = find_resume_checkpoint(context, resume, process_group)
+    revision = None if resume_from is None else saved_revision(resume_from)
     with rank_zero_first(process_group):  # rank 0 writes a tiny model into the run's folder
-        family, model = open_model(
-            config, context.run_dir, None if resume_from is None else saved_revision(resume_from)
-        )
+        family, model = open_model(config, context.run_dir, revision)
     sink.emit(DecisionEvent("model", model.title, f"read from {model.source.path}"))
-    sink.emit(DecisionEvent("train.device", str(device), device_reason(config.train.device)))
-    experts = selected_experts(config, model)
-    require_expert_settings(config, model, sink)
-    require_backends(config, experts, precision)
-    return CheckedRun(
-        config=config,
-        context=context,
-        process_group=process_group,
-        planner=planner,
-        precision=precision,
-        family=family,
-        model=model,
-        experts=experts,
-        resume_from=resume_from,
-        initial_weight_digests=check_against_meta_modules(config, family, model, experts),
-    )
+    sink.emit(DecisionEvent("train.device", str(device), run_checks.device_reason(config.train.device)))
+    experts = expert_setup.selected_experts(config, model)
+    run_checks.require_expert_settings(config, model, sink)
+    run_checks.require_backends(config, experts, precision)
+    digests = run_checks.check_against_meta_modules(config, family, model, experts)
+    return CheckedRun(config, context, process_group, planner, precision, family, model, experts, resume_from, digests)
 
 
 @contextmanager
@@ -208,33 +175,23 @@ def open_data(checked: CheckedRun) -> Iterator[RunData]:
         ]
         corpus, held_out_corpus = corpora[0], corpora[1] if len(corpora) > 1 else None
         require_same_data(process_group, peers, corpora)
-        initial_world_size = _choose_initial_world_size(checked)
-        schedule = build_training_schedule(config, corpus.order.epoch_begin, initial_world_size)
+        world_size = _choose_initial_world_size(checked)
+        schedule = build_training_schedule(config, corpus.order.epoch_begin, world_size)
         context.sink.emit(DecisionEvent("train.steps", schedule.total_steps, schedule.end_reason))
         if schedule.ramp.grows:
             text = ramp_text(schedule.ramp, config.train.batch_size, process_group.world_size)
             context.sink.emit(NoteEvent("ramp", text))
-        yield RunData(
-            checked=checked,
-            context=context,
-            memory=memory,
-            corpus=corpus,
-            held_out_corpus=held_out_corpus,
-            initial_world_size=initial_world_size,
-            schedule=schedule,
-            sample_plan=plan_validation(config, checked.family, checked.model, corpus, held_out_corpus, context.sink),
-        )
+        samples = plan_validation(config, checked.family, checked.model, corpus, held_out_corpus, context.sink)
+        yield RunData(checked, context, memory, corpus, held_out_corpus, world_size, schedule, samples)
 
 
 @contextmanager
 def encode(data: RunData) -> Iterator[EncodedData]:
     """Third phase: encode the samples that are not cached yet."""
-    checked, context, schedule = data.checked, data.context, data.schedule
+    checked, context, schedule, remedy = data.checked, data.context, data.schedule, data.memory.out_of_memory_remedy
     # The encoders' files have gigabytes: rank 0 of the node reads them, the others find its fingerprints.
     with context.peers.first_rank_first("fingerprints of encoders", context.progress):
-        encoding = build_encoding_spec(
-            checked.config, checked.family, checked.model, checked.precision, data.memory.out_of_memory_remedy
-        )
+        encoding = build_encoding_spec(checked.config, checked.family, checked.model, checked.precision, remedy)
     prefetch, reason = batches_ahead(checked.config, checked.precision.device)
     context.sink.emit(DecisionEvent("loader.prefetch_batches", prefetch, reason))
     with ExitStack() as stack:
@@ -242,12 +199,11 @@ def encode(data: RunData) -> Iterator[EncodedData]:
         positions = range(first, schedule.total_samples)
         collator = stack.enter_context(_open_collator(data, encoding, data.corpus, positions, data.memory.place_batch))
         held_out_collator = None
-        if data.held_out_corpus is not None:
-            count = min(checked.config.validation.held_out_samples, data.held_out_corpus.order.epoch_length(0))
+        if (corpus := data.held_out_corpus) is not None:
+            count = min(checked.config.validation.held_out_samples, corpus.order.epoch_length(0))
             # Held-out batches get their noise later, on the CPU: they are only pinned, not sent to the GPU yet.
-            held_out_collator = stack.enter_context(
-                _open_collator(data, encoding, data.held_out_corpus, range(count), StepBatch.pinned)
-            )
+            opening = _open_collator(data, encoding, corpus, range(count), StepBatch.pinned)
+            held_out_collator = stack.enter_context(opening)
         yield EncodedData(data, collator, held_out_collator)
 
 
@@ -269,23 +225,19 @@ def load_experts(encoded: EncodedData) -> LoadedExperts:
             trainable = sharder.shard_expert(trainable)
         trainable_experts[expert.name] = trainable
     expert_states = tuple(
-        build_expert_state(config, expert, trainable_experts[expert.name], precision) for expert in checked.experts
+        expert_setup.build_expert_state(config, expert, trainable_experts[expert.name], precision)
+        for expert in checked.experts
     )
     if sharder is not None and config.plan.act != "never" and config.plan.idle_experts != "gpu":
         sharder.enable_expert_swap(expert_states)
     if not planned:
         return LoadedExperts(encoded, trainable_experts, expert_states, None)
     replanner = checked.planner if checked.process_group.world_size == 1 else None
-    remedy = partial(data.memory.out_of_memory_remedy, 'set plan.weights: "streamed"')
+    replan, check_every = None if replanner is None else replanner.replan, config.plan.check_every_windows
+    remedy, sink = partial(data.memory.out_of_memory_remedy, 'set plan.weights: "streamed"'), data.context.sink
     with explain_out_of_memory("what the plan keeps on the device does", remedy):
-        offload = OffloadManager(
-            expert_states,
-            planned,
-            create_transfer(precision.device),
-            data.context.sink,
-            check_every=config.plan.check_every_windows,
-            replan=None if replanner is None else replanner.replan,
-        )
+        transfer = create_transfer(precision.device)
+        offload = OffloadManager(expert_states, planned, transfer, sink, check_every=check_every, replan=replan)
     return LoadedExperts(encoded, trainable_experts, expert_states, offload)
 
 
@@ -294,25 +246,20 @@ def start_run(loaded: LoadedExperts) -> Iterator[TrainingRun]:
     """Last phase: open the logs, and restore the checkpoint if there is one."""
     encoded, data, checked = loaded.encoded, loaded.encoded.data, loaded.encoded.data.checked
     run_dir, rank = data.context.run_dir, checked.process_group.rank
+    config, family, model, precision = checked.config, checked.family, checked.model, checked.precision
+    place_state, sink = partial(data.memory.allocating, "state"), data.context.sink
     with open_loss_log(run_dir / LOSSES_FILE, rank) as losses, open_loss_log(run_dir / HELD_OUT_FILE, rank) as held_out:
         run = TrainingRun(
-            config=checked.config,
+            config=config,
             context=data.context,
-            device=checked.precision.device,
-            dtype=checked.precision.dtype,
+            device=precision.device,
+            dtype=precision.dtype,
             process_group=checked.process_group,
             initial_world_size=data.initial_world_size,
-            family=checked.family,
-            model=checked.model,
+            family=family,
+            model=model,
             schedule=data.schedule,
-            step_options=build_step_options(
-                checked.config,
-                checked.family,
-                checked.model,
-                checked.precision,
-                data.context.sink,
-                partial(data.memory.allocating, "state"),
-            ),
+            step_options=expert_setup.build_step_options(config, family, model, precision, sink, place_state),
             collator=encoded.collator,
             held_out_collator=encoded.held_out_collator,
             expert_states=loaded.expert_states,
@@ -329,8 +276,7 @@ def start_run(loaded: LoadedExperts) -> Iterator[TrainingRun]:
             run.validation_log.reset()
         else:
             restore_run(run, checked.resume_from)
-            text = f"going on after step {run.step}, from {checked.resume_from.path}"
-            data.context.sink.emit(NoteEvent("resume", text))
+            sink.emit(NoteEvent("resume", f"going on after step {run.step}, from {checked.resume_from.path}"))
         require_same_weights(run.process_group, run.step, run.trainable_experts)
         yield run
 
@@ -367,39 +313,20 @@ def _choose_initial_world_size(checked: CheckedRun) -> int:
 
 @contextmanager
 def _open_collator(
-    data: RunData,
-    encoding: EncodingSpec,
-    corpus: Corpus,
-    positions: range,
-    place_batch: Callable[[StepBatch], StepBatch],
+    data: RunData, encoding: EncodingSpec, corpus: Corpus, positions: range, place: Callable[[StepBatch], StepBatch]
 ) -> Iterator[BatchCollator]:
     """A collator for these positions of a corpus, whose caches are filled now."""
-    checked, context = data.checked, data.context
+    checked, context, on_attach = data.checked, data.context, data.memory.keep_in_host
+    config, family, model = checked.config, checked.family, checked.model
     # Before hours of encoding: masks may be refused.
-    loss_weights = build_loss_weights(
-        corpus, context.sink, forward_is_collective=checked.process_group.forward_is_collective
-    )
+    weights = build_loss_weights(corpus, context.sink, checked.process_group.forward_is_collective)
+    place_batch = place if encoding.device.type == "cuda" else None
+    distribution_for = partial(timestep_distribution, config.objective, family, model)
+    begin, until = positions.start, positions.stop
     with open_encoded_corpus(
-        checked.config,
-        corpus,
-        encoding,
-        context,
-        begin=positions.start,
-        until=positions.stop,
-        on_attach=data.memory.keep_in_host,
+        config, corpus, encoding, context, begin=begin, until=until, on_attach=on_attach
     ) as encoded:
-        yield BatchCollator(
-            corpus=corpus,
-            encoded=encoded,
-            family=checked.family,
-            model=checked.model,
-            timestep_distribution_for=partial(
-                timestep_distribution, checked.config.objective, checked.family, checked.model
-            ),
-            seed=checked.config.run.seed,
-            place_batch=place_batch if encoding.device.type == "cuda" else None,
-            loss_weights=loss_weights,
-        )
+        yield BatchCollator(corpus, encoded, family, model, distribution_for, config.run.seed, place_batch, weights)
 
 
 def _load_trainable_expert(data: RunData, expert: Expert, device: torch.device) -> TrainableExpert:
@@ -411,15 +338,14 @@ def _load_trainable_expert(data: RunData, expert: Expert, device: torch.device) 
         explain_out_of_memory(f"{expert.component} does", partial(memory.out_of_memory_remedy, remedy)),
         memory.allocating("weights"),
     ):
-        module = family.load_denoiser(model, expert, weight_dtype(config, precision)).to(device)
+        module = family.load_denoiser(model, expert, expert_setup.weight_dtype(config, precision)).to(device)
         files = load_initial_adapters(config.adapter, family.name, expert.name, only_expert=len(model.experts) == 1)
         if "frozen" in files:
             summary = merge_frozen(module, files["frozen"].layers, files["frozen"].path)
             sink.emit(NoteEvent("adapter.frozen", f"{expert.name}: {summary}"))
-        quantize_base_weights(config, module, precision, sink)
-    trainable = build_trainable_expert(
-        config, family, expert, module, precision, sink, partial(memory.allocating, "state")
-    )
+        expert_setup.quantize_base_weights(config, module, precision, sink)
+    place_state = partial(memory.allocating, "state")
+    trainable = expert_setup.build_trainable_expert(config, family, expert, module, precision, sink, place_state)
     if "start_from" in files:
         summary = load_initial_values(trainable, files["start_from"].layers, files["start_from"].path)
         sink.emit(NoteEvent("adapter.start_from", f"{expert.name}: {summary}"))

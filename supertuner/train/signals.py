@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 STOP_MESSAGE = b"\nsaving and stopping after this window; press Ctrl-C again to stop at once, without saving\n"
@@ -27,24 +27,11 @@ class TrainingSignals:
     """
 
     def __init__(self) -> None:
-        self._stop: signal.Signals | None = None
+        self.stop_number = 0
+        """Number of the signal that requested to save and stop; 0 if there was none."""
         self._validate = False
         self._interrupt_count = 0
         self._previous_handlers: dict[signal.Signals, Any] = {}
-
-    @property
-    def stop(self) -> str | None:
-        """Name of the signal that requested to save and stop (`SIGTERM`); None if there was none."""
-        return None if self._stop is None else self._stop.name
-
-    @property
-    def stop_number(self) -> int:
-        """Number of that signal; 0 if there was none."""
-        return 0 if self._stop is None else int(self._stop)
-
-    @staticmethod
-    def signal_name(number: int) -> str | None:
-        return signal.Signals(number).name if number else None
 
     def pop_validate_request(self) -> bool:
         """Whether SIGUSR1 came since the last call."""
@@ -63,9 +50,7 @@ class TrainingSignals:
                 signal.signal(number, handler)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, previous in self._previous_handlers.items():
             signal.signal(number, previous)
         self._previous_handlers.clear()
@@ -75,8 +60,8 @@ class TrainingSignals:
             self._interrupt_count += 1
             if self._interrupt_count > 1:
                 raise KeyboardInterrupt
-        if self._stop is None:
-            self._stop = signal.Signals(number)
+        if not self.stop_number:
+            self.stop_number = int(number)
             # To the descriptor itself: the handler may run inside another print. stderr may be closed.
             with contextlib.suppress(OSError):
                 os.write(STANDARD_ERROR, STOP_MESSAGE)

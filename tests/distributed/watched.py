@@ -54,7 +54,7 @@ def until_asked(place: LauncherEnvironment, logs: Path, then: Lost, timeout_s: f
             heartbeat.mark()
             if asked:
                 time.sleep(2 * HEARTBEAT_S)  # as long as a save takes: meanwhile each rank has noticed the loss
-                return f"saved after {TrainingSignals.signal_name(asked)}"
+                return f"saved after {signal.Signals(asked).name}"
             if seen and then == "is done":
                 return "done"
             if seen and then == "hangs" and place.rank == 1:

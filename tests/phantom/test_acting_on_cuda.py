@@ -33,7 +33,7 @@ from supertuner.train.offload.apply import OffloadedExpert, apply_plan
 from supertuner.train.offload.manager import OffloadManager
 from supertuner.train.offload.swappable_expert import PlannedSwappableExpert
 from supertuner.train.offload.transfer import CudaStreamTransfer
-from tests.train.offload.making import OffloadCase, a_plan, batch
+from tests.train.offload.making import OffloadCase, a_plan, batch, restore_to_device
 
 GPU = torch.device("cuda", 0)
 
@@ -192,7 +192,7 @@ def test_everything_at_home_runs_and_is_at_home_again(case: OffloadCase, fate: A
     assert devices(remembered(trainee)) == {"cpu"}
     leaves = [leaf.get() for block in acting.ring.streamed.values() for leaf in block.stored]
     assert devices(leaves) == {HOST.type}
-    acting.restore_to_device()
+    restore_to_device(acting)
     assert devices(remembered(trainee)) == devices(leaf.get() for leaf in _leaves(acting)) == {"cuda"}
     window(trainee, case, 5)
 

@@ -79,7 +79,7 @@ print([torch.cuda.mem_get_info(d)[1] - torch.cuda.mem_get_info(d)[0] for d in (0
 def test_allocator_settings_that_torch_refuses_are_named_not_a_traceback() -> None:
     code = """
 from supertuner.core.errors import TrainError
-from supertuner.train.setup import select_device
+from supertuner.train.run_checks import select_device
 try:
     select_device("auto")
 except TrainError as error:

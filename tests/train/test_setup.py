@@ -22,7 +22,8 @@ from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import ModelDescription, ModelSource
 from supertuner.step.precision import ComputePrecision
 from supertuner.train.model_source import open_model
-from supertuner.train.setup import build_encoding_spec, require_expert_settings
+from supertuner.train.run_checks import require_expert_settings
+from supertuner.train.setup import build_encoding_spec
 from supertuner.train.validation.validate import _captioned_samples
 from tests.models.families.pipelines import tiny_wan, tiny_wan_image_to_video
 from tests.train.runs import TrainingForkServer, config

@@ -22,9 +22,9 @@ def test_the_first_signal_requests_save_and_stop_with_a_message(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with TrainingSignals() as signals:
-        assert signals.stop is None
+        assert signals.stop_number == 0
         send(number)
-        assert signals.stop == number.name and not signals.pop_validate_request()
+        assert signals.stop_number == number and not signals.pop_validate_request()
     assert "saving and stopping after this window" in capfd.readouterr().err
 
 
@@ -33,7 +33,7 @@ def test_a_second_ctrl_c_stops_at_once() -> None:
         send(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
-        assert signals.stop == "SIGINT"
+        assert signals.stop_number == signal.SIGINT
 
 
 def test_a_second_sigterm_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +41,7 @@ def test_a_second_sigterm_changes_nothing(capfd: pytest.CaptureFixture[str]) -> 
         send(signal.SIGTERM)
         send(signal.SIGTERM)
         send(signal.SIGINT)  # the first of its kind: saving is still possible
-        assert signals.stop == "SIGTERM"
+        assert signals.stop_number == signal.SIGTERM
     assert capfd.readouterr().err.count("saving and stopping") == 1
 
 
@@ -51,7 +51,7 @@ def test_sigusr1_requests_one_validation() -> None:
         send(signal.SIGUSR1)
         send(signal.SIGUSR1)
         assert signals.pop_validate_request() and not signals.pop_validate_request()
-        assert signals.stop is None
+        assert signals.stop_number == 0
 
 
 def test_previous_handlers_are_restored() -> None:
@@ -67,7 +67,7 @@ def test_ignored_signals_stay_ignored() -> None:
     try:
         with TrainingSignals() as signals:
             os.kill(os.getpid(), signal.SIGINT)
-            assert signals.stop is None
+            assert signals.stop_number == 0
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -79,7 +79,7 @@ def test_a_closed_standard_error_does_not_matter() -> None:
     try:
         with TrainingSignals() as signals:
             send(signal.SIGTERM)
-            assert signals.stop == "SIGTERM"
+            assert signals.stop_number == signal.SIGTERM
     finally:
         os.dup2(kept, 2)
         os.close(kept)
@@ -87,14 +87,14 @@ def test_a_closed_standard_error_does_not_matter() -> None:
 
 def test_another_thread_than_the_main_one_leaves_the_handlers_alone() -> None:
     before = [signal.getsignal(number) for number in OURS]
-    stops: list[str | None] = []
+    stops: list[int] = []
 
     def work() -> None:
         with TrainingSignals() as signals:
             assert [signal.getsignal(number) for number in OURS] == before
-            stops.append(signals.stop)
+            stops.append(signals.stop_number)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert stops == [None]
+    assert stops == [0]

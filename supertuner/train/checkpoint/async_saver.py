@@ -18,7 +18,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import token_hex
-from types import TracebackType
 from typing import TypeAlias
 
 import torch
@@ -76,9 +75,7 @@ class SaveJob:
     def __enter__(self) -> SaveJob:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def add_callback(self, callback: SaveCallback) -> None:
@@ -137,8 +134,7 @@ class CheckpointSaver:
     """
 
     def __init__(self, run: TrainingRun, on_saved: SavedCallback | None = None) -> None:
-        self._run = run
-        self._on_saved = on_saved
+        self._run, self._on_saved = run, on_saved
         self._sharded = any(trained.shards is not None for trained in run.trainable_experts.values())
         self._writes = self._sharded or run.process_group.rank == 0
         self._session_id = _broadcast_session_id(run) if self._sharded else ""
@@ -180,9 +176,7 @@ class CheckpointSaver:
     def __enter__(self) -> CheckpointSaver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self.wait()
@@ -198,17 +192,16 @@ class CheckpointSaver:
         if self._constant_state is None:
             self._constant_state = collect_constant_state(self._run)
         contents, row_offsets = collect_contents(self._run, self._constant_state)
-        copied = self._has_room_for_copy(
-            sum(tensor.nbytes for tensors in contents.parts.values() for tensor in tensors.values())
-        )
+        nbytes = sum(tensor.nbytes for tensors in contents.parts.values() for tensor in tensors.values())
+        copied = self._has_room_for_copy(nbytes)
         if copied:
             parts = {name: self._copies.copy_tensors(tensors) for name, tensors in contents.parts.items()}
             contents = replace(contents, parts=parts)
         sharding = None
         if self._sharded:
             self._save_count += 1
-            process_group, save_id = self._run.process_group, f"{self._session_id}-{self._save_count}"
-            sharding = CheckpointSharding(process_group.rank, process_group.world_size, save_id, row_offsets)
+            group, save_id = self._run.process_group, f"{self._session_id}-{self._save_count}"
+            sharding = CheckpointSharding(group.rank, group.world_size, save_id, row_offsets)
         job = self._last_job = SaveJob(self._run.step, required)
         self._future = self._executor.submit(self._write, job, contents, sharding)
         if not copied:
@@ -220,10 +213,9 @@ class CheckpointSaver:
         waited_s = time.perf_counter() - started_s
         if waited_s > WARN_AFTER_S and not self._warned_of_waiting:
             self._warned_of_waiting = True
-            text = (
-                f"training waited {waited_s:.1f} s at step {self._run.step} until an earlier checkpoint was written; "
-                "raise checkpoints.every_steps, or write to a faster disk"
-            )
+            waited = f"training waited {waited_s:.1f} s at step {self._run.step}"
+            remedy = "raise checkpoints.every_steps, or write to a faster disk"
+            text = f"{waited} until an earlier checkpoint was written; {remedy}"
             self._run.context.sink.emit(WarningEvent("checkpoint", text))
 
     def _has_room_for_copy(self, nbytes: int) -> bool:
@@ -238,10 +230,9 @@ class CheckpointSaver:
             short = bool(self._run.process_group.all_reduce_max([int(short)])[0])
         if short and not self._noted_lack_of_room:
             self._noted_lack_of_room = True
-            text = (
-                f"training waits while checkpoints are written: a copy of {bytes_text(writer_count * nbytes)} would "
-                f"take more than half of the free host memory ({bytes_text(free or 0)})"
-            )
+            share = f"more than half of the free host memory ({bytes_text(free or 0)})"
+            reason = f"a copy of {bytes_text(writer_count * nbytes)} would take {share}"
+            text = f"training waits while checkpoints are written: {reason}"
             self._run.context.sink.emit(NoteEvent("checkpoint", text))
         return not short
 
@@ -251,14 +242,9 @@ class CheckpointSaver:
         try:
             for log in (run.loss_log, run.validation_log):
                 log.sync()
-            path = save_checkpoint(
-                run.context.run_dir / CHECKPOINTS_DIR,
-                contents,
-                replace(run.context, sink=job, progress=job),
-                keep=run.config.checkpoints.keep,
-                raise_if_abandoned=self._raise_if_abandoned,
-                sharding=sharding,
-            )
+            folder, keep = run.context.run_dir / CHECKPOINTS_DIR, run.config.checkpoints.keep
+            context, check = replace(run.context, sink=job, progress=job), self._raise_if_abandoned
+            path = save_checkpoint(folder, contents, context, keep=keep, raise_if_abandoned=check, sharding=sharding)
         except BaseException as error:  # any error: requests must be answered
             job.finish(None, str(error) or type(error).__name__)
             raise
@@ -271,9 +257,9 @@ class CheckpointSaver:
 
     def _is_running(self, future: Future[Path]) -> bool:
         """Whether the save is still being written, by any rank of a sharded one; if one has failed, all abandon it."""
-        if not self._sharded:
-            return not future.done()
         ended = future.done()
+        if not self._sharded:
+            return not ended
         failed = ended and future.exception() is not None
         running_somewhere, failed_somewhere = self._run.process_group.all_reduce_max([int(not ended), int(failed)])
         if failed_somewhere:
@@ -282,10 +268,9 @@ class CheckpointSaver:
 
     def _wait_showing_progress(self, future: Future[Path]) -> None:
         """Wait for the save; show its progress if that takes long."""
-        job, started_s, shown, running = self._last_job, time.monotonic(), 0, True
+        job, phase, shown, running, started_s = self._last_job, None, 0, True, time.monotonic()
         assert job is not None
         with ExitStack() as open_phase:
-            phase = None
             while running:
                 wait_for([future], timeout=POLL_S)
                 if self._sharded:

@@ -24,48 +24,21 @@ from supertuner.core.errors import CheckpointError
 from supertuner.core.events import NullSink, Progress, Sink, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.core.types import bytes_text
-from supertuner.train.checkpoint.load import (
-    LoadedCheckpoint,
-    entry_names,
-    find_checkpoints,
-    load_checkpoint,
-    read_manifest,
-    verify_checkpoint,
-)
-from supertuner.train.checkpoint.manifest import (
-    MANIFEST_FILE,
-    STATE_FILE,
-    CheckpointManifest,
-    checkpoint_name,
-    is_part_name,
-    manifest_bytes,
-    parse_checkpoint_name,
-)
-from supertuner.train.checkpoint.write import (
-    CheckpointContents,
-    CheckpointSharding,
-    CheckpointWritePlan,
-    announce_save,
-    collect_shards,
-    discard_sharded_save,
-    plan_save,
-    write_file,
-    write_parts,
-    write_shard,
-)
+from supertuner.train.checkpoint import load, write
+from supertuner.train.checkpoint import manifest as manifests
 
-SAVING_PREFIX, REPLACED_PREFIX, REMOVING_PREFIX = ".saving-", ".replaced-", ".removing-"
+SAVING_PREFIX, REPLACED_PREFIX, REMOVING_PREFIX = HIDDEN_PREFIXES = ".saving-", ".replaced-", ".removing-"
 UNUSED_PREFIX = "unused-"
 
 
 def save_checkpoint(
     folder: Path,
-    contents: CheckpointContents,
+    contents: write.CheckpointContents,
     context: RunContext,
     *,
     keep: int,
     raise_if_abandoned: Callable[[], None] = lambda: None,
-    sharding: CheckpointSharding | None = None,
+    sharding: write.CheckpointSharding | None = None,
 ) -> Path:
     """Write a checkpoint into `folder` durably, and remove all but the last `keep`. Returns its path.
 
@@ -74,13 +47,13 @@ def save_checkpoint(
     checkpoint has its name; if it raises, nothing is left behind. With `sharding`, every rank calls this; rank 0, which
     holds the run's lock, publishes what all ranks wrote, and the others may return earlier.
     """
-    step = contents.step
-    assert keep >= 1 and step >= 0 and all(map(is_part_name, contents.parts)), f"{keep=} {step=} {list(contents.parts)}"
-    plan = plan_save(contents, sharding)
+    step, parts, name = contents.step, list(contents.parts), manifests.checkpoint_name(contents.step)
+    assert keep >= 1 and step >= 0 and all(map(manifests.is_part_name, parts)), f"{keep=} {step=} {parts=}"
+    plan = write.plan_save(contents, sharding)
     with _as_checkpoint_error(folder, step):
         if sharding is not None and sharding.rank != 0:
-            write_shard(folder / f"{SAVING_PREFIX}{checkpoint_name(step)}", plan, sharding, raise_if_abandoned)
-            return folder / checkpoint_name(step)
+            write.write_shard(folder / f"{SAVING_PREFIX}{name}", plan, sharding, raise_if_abandoned)
+            return folder / name
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
             sync_folder(folder.parent)
@@ -92,15 +65,15 @@ def save_checkpoint(
     return path
 
 
-def load_latest(folder: Path, sink: Sink | None = None, progress: Progress | None = None) -> LoadedCheckpoint | None:
+def load_latest(
+    folder: Path, sink: Sink | None = None, progress: Progress | None = None
+) -> load.LoadedCheckpoint | None:
     """The newest intact checkpoint; None if there is none. Newer damaged ones cause a warning, and stay."""
     sink = sink or NullSink()
-    if not folder.exists():
-        return None
     finish_interrupted_saves(folder, sink)
-    for info in reversed(find_checkpoints(folder)):
+    for info in reversed(load.find_checkpoints(folder)):
         try:
-            return load_checkpoint(info.path, progress)
+            return load.load_checkpoint(info.path, progress)
         except CheckpointError as error:
             sink.emit(WarningEvent(f"checkpoint of step {info.step}", f"skipped: {error}"))
     return None
@@ -111,15 +84,14 @@ def set_aside_later_checkpoints(folder: Path, step: int, sink: Sink) -> None:
 
     Without this, a run that was resumed from an older checkpoint and then killed would resume from the last old one.
     """
-    for name in entry_names(folder):
-        later_step = parse_checkpoint_name(name)
+    for name in load.entry_names(folder):
+        later_step = manifests.parse_checkpoint_name(name)
         if later_step is None or later_step <= step:
             continue
-        aside = next(
-            candidate
-            for n in range(1 << 30)
-            if not (candidate := folder / f"{UNUSED_PREFIX}{name}{f'-{n}' if n else ''}").exists()
-        )
+        aside, number = folder / f"{UNUSED_PREFIX}{name}", 0
+        while aside.exists():
+            number += 1
+            aside = folder / f"{UNUSED_PREFIX}{name}-{number}"
         os.rename(folder / name, aside)
         sync_folder(folder)
         message = f"is later than step {step}, where this run resumes; it is renamed to {aside}"
@@ -128,18 +100,21 @@ def set_aside_later_checkpoints(folder: Path, step: int, sink: Sink) -> None:
 
 def finish_interrupted_saves(folder: Path, sink: Sink) -> None:
     """Clean up after a killed save. Complete checkpoints stay; one that was about to be replaced gets its name back."""
-    for name in entry_names(folder):
-        prefix = next(
-            (prefix for prefix in (SAVING_PREFIX, REPLACED_PREFIX, REMOVING_PREFIX) if name.startswith(prefix)), None
-        )
-        if prefix is None or parse_checkpoint_name(name.removeprefix(prefix)) is None:
+    for name in load.entry_names(folder):
+        prefix, visible_name = _split_hidden_name(name)
+        if not prefix or manifests.parse_checkpoint_name(visible_name) is None:
             continue
-        target = folder / name.removeprefix(prefix)
-        if prefix == REPLACED_PREFIX and not os.path.lexists(target):
-            os.rename(folder / name, target)
+        if prefix == REPLACED_PREFIX and not os.path.lexists(folder / visible_name):
+            os.rename(folder / name, folder / visible_name)
             sync_folder(folder)
         else:
             _remove(folder, name, sink)
+
+
+def _split_hidden_name(name: str) -> tuple[str, str]:
+    """(the hidden prefix, or an empty one; the name without it)."""
+    prefix = next((prefix for prefix in HIDDEN_PREFIXES if name.startswith(prefix)), "")
+    return prefix, name.removeprefix(prefix)
 
 
 @contextmanager
@@ -149,50 +124,50 @@ def _as_checkpoint_error(folder: Path, step: int) -> Iterator[None]:
         yield
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
-        raise CheckpointError(
-            f"the checkpoint of step {step} cannot be saved: {where}{error.strerror}; {_intact_checkpoint_text(folder)}"
-        ) from error
+        problem = f"the checkpoint of step {step} cannot be saved: {where}{error.strerror}"
+        raise CheckpointError(f"{problem}; {_intact_checkpoint_text(folder)}") from error
 
 
 def _intact_checkpoint_text(folder: Path) -> str:
     try:
-        intact = [info for info in find_checkpoints(folder) if info.problem is None]
+        intact = [info for info in load.find_checkpoints(folder) if info.problem is None]
     except OSError as error:
         return f"those in {folder} are unchanged, and cannot be listed: {error.strerror}"
     return f"the last good one is intact: {intact[-1].path}" if intact else f"there is none yet in {folder}"
 
 
-def _require_disk_space(folder: Path, plan: CheckpointWritePlan, host: HostFacts, writer_count: int) -> None:
+def _require_disk_space(folder: Path, plan: write.CheckpointWritePlan, host: HostFacts, writer_count: int) -> None:
     """CheckpointError if the disk is too full. Of several writers each needs as much as rank 0, or a few rows less."""
     needed, free = plan.disk_bytes() * writer_count, host.free_bytes(folder)
     if needed > free:
-        raise CheckpointError(
-            f"the checkpoint of step {plan.step} needs {bytes_text(needed)}, {bytes_text(free)} are free below "
-            f"{folder}: {bytes_text(needed - free)} are missing; free some space, or lower checkpoints.keep; "
-            f"{_intact_checkpoint_text(folder)}"
-        )
+        problem = f"needs {bytes_text(needed)}, {bytes_text(free)} are free below {folder}"
+        remedy = f"{bytes_text(needed - free)} are missing; free some space, or lower checkpoints.keep"
+        text = f"the checkpoint of step {plan.step} {problem}: {remedy}; {_intact_checkpoint_text(folder)}"
+        raise CheckpointError(text)
 
 
 def _write_hidden_folder(
     folder: Path,
-    plan: CheckpointWritePlan,
+    plan: write.CheckpointWritePlan,
     progress: Progress,
     raise_if_abandoned: Callable[[], None],
-    sharding: CheckpointSharding | None,
-) -> tuple[Path, CheckpointManifest]:
+    sharding: write.CheckpointSharding | None,
+) -> tuple[Path, manifests.CheckpointManifest]:
     """Write and sync all files under the hidden name; on any error, remove them."""
-    new = folder / f"{SAVING_PREFIX}{checkpoint_name(plan.step)}"
+    name, state_file = manifests.checkpoint_name(plan.step), manifests.STATE_FILE
+    new = folder / f"{SAVING_PREFIX}{name}"
     new.mkdir()
     try:
-        with progress.phase(f"saving {checkpoint_name(plan.step)}", nbytes=sum(plan.file_sizes()[:-1])) as phase:
+        with progress.phase(f"saving {name}", nbytes=sum(plan.file_sizes()[:-1])) as phase:
             if sharding is not None:
-                announce_save(new, sharding)
-            files = {STATE_FILE: write_file(new / STATE_FILE, [memoryview(plan.state)], phase)}
-            files |= write_parts(new, plan, phase, raise_if_abandoned)
+                write.announce_save(new, sharding)
+            files = {state_file: write.write_file(new / state_file, [memoryview(plan.state)], phase)}
+            files |= write.write_parts(new, plan, phase, raise_if_abandoned)
             if sharding is not None:
-                files |= collect_shards(new, sharding, raise_if_abandoned)
-        manifest = CheckpointManifest(plan.step, dict(sorted(files.items())))
-        write_file(new / MANIFEST_FILE, [memoryview(manifest_bytes(manifest))], NullSink().phase("manifest"))
+                files |= write.collect_shards(new, sharding, raise_if_abandoned)
+        manifest = manifests.CheckpointManifest(plan.step, dict(sorted(files.items())))
+        content = memoryview(manifests.manifest_bytes(manifest))
+        write.write_file(new / manifests.MANIFEST_FILE, [content], NullSink().phase("manifest"))
         sync_folder(new)
         raise_if_abandoned()
     except BaseException:
@@ -201,9 +176,9 @@ def _write_hidden_folder(
     return new, manifest
 
 
-def _publish_durably(folder: Path, new: Path, manifest: CheckpointManifest) -> Path:
+def _publish_durably(folder: Path, new: Path, manifest: manifests.CheckpointManifest) -> Path:
     """Rename the synced hidden folder to the checkpoint's name, and sync the rename."""
-    name = checkpoint_name(manifest.step)
+    name = manifests.checkpoint_name(manifest.step)
     target = folder / name
     if _is_identical(target, manifest):
         _discard(new)
@@ -215,14 +190,14 @@ def _publish_durably(folder: Path, new: Path, manifest: CheckpointManifest) -> P
     return target
 
 
-def _discard(new: Path, sharding: CheckpointSharding | None = None) -> None:
+def _discard(new: Path, sharding: write.CheckpointSharding | None = None) -> None:
     with suppress(OSError):  # the next save removes it then; the caller's own error matters more
-        shutil.rmtree(new) if sharding is None else discard_sharded_save(new, sharding)
+        shutil.rmtree(new) if sharding is None else write.discard_sharded_save(new, sharding)
 
 
-def _is_identical(path: Path, manifest: CheckpointManifest) -> bool:
+def _is_identical(path: Path, manifest: manifests.CheckpointManifest) -> bool:
     try:
-        return path.is_dir() and read_manifest(path) == manifest and not verify_checkpoint(path)
+        return path.is_dir() and load.read_manifest(path) == manifest and not load.verify_checkpoint(path)
     except CheckpointError:
         return False  # it is damaged, and is replaced
 
@@ -230,20 +205,18 @@ def _is_identical(path: Path, manifest: CheckpointManifest) -> bool:
 def _prune(folder: Path, step: int, keep: int, sink: Sink) -> None:
     """Remove replaced checkpoints, and those before `step` except the last `keep - 1`. `step` itself is the newest."""
     try:
-        entries = entry_names(folder)
+        entries = load.entry_names(folder)
     except OSError as error:
         message = f"cannot be listed: {error.strerror}; earlier checkpoints stay until the next save"
         return sink.emit(WarningEvent(str(folder), message))
     for name in entries:
-        if name.startswith(REPLACED_PREFIX) and parse_checkpoint_name(name.removeprefix(REPLACED_PREFIX)) is not None:
+        prefix, visible_name = _split_hidden_name(name)
+        if prefix == REPLACED_PREFIX and manifests.parse_checkpoint_name(visible_name) is not None:
             _remove(folder, name, sink)
-    earlier = sorted(
-        earlier_step
-        for name in entries
-        if (earlier_step := parse_checkpoint_name(name)) is not None and earlier_step < step
-    )
+    steps = map(manifests.parse_checkpoint_name, entries)
+    earlier = sorted(other for other in steps if other is not None and other < step)
     for old in earlier[: max(0, len(earlier) - (keep - 1))]:
-        _remove(folder, checkpoint_name(old), sink)
+        _remove(folder, manifests.checkpoint_name(old), sink)
 
 
 def _remove(folder: Path, name: str, sink: Sink) -> None:
@@ -251,10 +224,7 @@ def _remove(folder: Path, name: str, sink: Sink) -> None:
 
     A folder that cannot be removed does not end the run: it causes a warning, and the next save tries again.
     """
-    original_name = next(
-        (name.removeprefix(p) for p in (SAVING_PREFIX, REPLACED_PREFIX, REMOVING_PREFIX) if name.startswith(p)), name
-    )
-    removing = folder / f"{REMOVING_PREFIX}{original_name}"
+    removing = folder / f"{REMOVING_PREFIX}{_split_hidden_name(name)[1]}"
     try:
         if name != removing.name:
             os.rename(folder / name, removing)

@@ -19,23 +19,8 @@ import xxhash
 from supertuner.core.errors import CheckpointError
 from supertuner.core.events import NullSink, Progress
 from supertuner.core.types import JSON
+from supertuner.train.checkpoint import manifest as manifests
 from supertuner.train.checkpoint import tensor_file
-from supertuner.train.checkpoint.manifest import (
-    MANIFEST_FILE,
-    STATE_FILE,
-    CheckpointManifest,
-    FileFacts,
-    check_content,
-    check_digest,
-    check_size,
-    damaged_checkpoint,
-    open_file,
-    open_folder,
-    parse_checkpoint_name,
-    parse_manifest,
-    parse_object,
-    read_json_file,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,25 +55,23 @@ class TensorPiece(NamedTuple):
 class CheckpointParts(Mapping[str, dict[str, "Tensor"]]):
     """Part → its tensors. Each access reads the part from disk, and verifies its checksum again."""
 
-    def __init__(self, path: Path, manifest: CheckpointManifest) -> None:
-        self._path = path
-        self._manifest = manifest
-        self._files = manifest.part_files
+    def __init__(self, path: Path, manifest: manifests.CheckpointManifest) -> None:
+        self._path, self._manifest, self._files = path, manifest, manifest.part_files
 
     def __getitem__(self, name: str) -> dict[str, Tensor]:
         files = self._files[name]
         if len(files) == 1:
             return self._read_file(files[0])
-        pieces = self.pieces(name)
+        tensors: dict[str, Tensor] = {}
+        pieces_by_key: dict[tuple[str, str], TensorPiece] = {}
         with _as_checkpoint_error(self._path / name):
-            tensors = {
-                tensor: tensor_file.empty_tensor(_full_shape(rows), rows[0].entry) for tensor, rows in pieces.items()
-            }
-        piece_by_file_and_tensor = {(piece.file, tensor): piece for tensor, rows in pieces.items() for piece in rows}
+            for tensor_name, pieces in self.pieces(name).items():
+                tensors[tensor_name] = tensor_file.empty_tensor(_full_shape(pieces), pieces[0].entry)
+                pieces_by_key |= {(piece.file, tensor_name): piece for piece in pieces}
         for file in files:
 
             def allocate(entry: tensor_file.TensorEntry, file: str = file) -> Tensor:
-                piece = piece_by_file_and_tensor[file, entry.name]
+                piece = pieces_by_key[file, entry.name]
                 return tensors[entry.name][piece.first_row : piece.end_row] if entry.shape else tensors[entry.name]
 
             self._read_file(file, allocate)
@@ -97,20 +80,17 @@ class CheckpointParts(Mapping[str, dict[str, "Tensor"]]):
     def read_rows(self, name: str, select_rows: RowSelector) -> dict[str, Tensor]:
         """Only these rows of a part's tensors. Nothing else is read: `load_checkpoint` has verified the checksums."""
         tensors = {}
-        with _as_checkpoint_error(self._path / name), open_folder(self._path) as folder_fd:
+        with _as_checkpoint_error(self._path / name), manifests.open_folder(self._path) as folder_fd:
             for tensor_name, pieces in self.pieces(name).items():
                 shape = _full_shape(pieces)
-                wanted = (select_rows(tensor_name) if shape else None) or WantedRows(
-                    shape, range(shape[0] if shape else 1)
-                )
-                if wanted.shape != shape:
-                    problem = f"{tensor_name} of {name} has the shape {list(shape)}, not {list(wanted.shape)}"
+                all_rows = WantedRows(shape, range(shape[0] if shape else 1))
+                wanted_shape, rows = (select_rows(tensor_name) if shape else None) or all_rows
+                if wanted_shape != shape:
+                    problem = f"{tensor_name} of {name} has the shape {list(shape)}, not {list(wanted_shape)}"
                     cause = "rows are missing, or it belongs to another model"
-                    raise damaged_checkpoint(self._path / pieces[-1].file, f"{problem}: {cause}")
-                rows = wanted.rows
-                tensors[tensor_name] = tensor_file.empty_tensor(
-                    (len(rows), *shape[1:]) if shape else (), pieces[0].entry
-                )
+                    raise manifests.damaged_checkpoint(self._path / pieces[-1].file, f"{problem}: {cause}")
+                own_shape = (len(rows), *shape[1:]) if shape else ()
+                tensors[tensor_name] = tensor_file.empty_tensor(own_shape, pieces[0].entry)
                 for piece in pieces:
                     self._read_rows(folder_fd, piece, rows, tensors[tensor_name])
         return tensors
@@ -124,7 +104,7 @@ class CheckpointParts(Mapping[str, dict[str, "Tensor"]]):
             if begin >= end:
                 return
             first_row, target = begin - piece.first_row, tensor[begin - rows.start : end - rows.start]
-        with open_file(folder_fd, self._path / piece.file) as fd:
+        with manifests.open_file(folder_fd, self._path / piece.file) as fd:
             tensor_file.read_rows(fd, piece.header_bytes, piece.entry, first_row, target)
 
     def is_sharded(self, name: str) -> bool:
@@ -134,15 +114,14 @@ class CheckpointParts(Mapping[str, dict[str, "Tensor"]]):
     def pieces(self, name: str) -> dict[str, list[TensorPiece]]:
         """Tensor → the pieces with its rows, in order. CheckpointError unless each row is there exactly once."""
         pieces_by_tensor: dict[str, list[TensorPiece]] = {}
-        with open_folder(self._path) as folder_fd:
+        with manifests.open_folder(self._path) as folder_fd:
             for file in self._files[name]:
-                with _as_checkpoint_error(self._path / file), open_file(folder_fd, self._path / file) as fd:
+                with _as_checkpoint_error(self._path / file), manifests.open_file(folder_fd, self._path / file) as fd:
                     header, entries = tensor_file.read_header(fd, self._manifest.files[file].nbytes)
                     row_offsets = tensor_file.parse_row_offsets(header, entries)
                 for entry in entries:
-                    pieces_by_tensor.setdefault(entry.name, []).append(
-                        TensorPiece(file, len(header), entry, row_offsets[entry.name])
-                    )
+                    piece = TensorPiece(file, len(header), entry, row_offsets[entry.name])
+                    pieces_by_tensor.setdefault(entry.name, []).append(piece)
         for tensor_name, pieces in pieces_by_tensor.items():
             pieces.sort(key=lambda piece: (piece.first_row, piece.end_row))
             _require_all_rows(self._path, name, tensor_name, pieces)
@@ -158,9 +137,13 @@ class CheckpointParts(Mapping[str, dict[str, "Tensor"]]):
         return name in self._files
 
     def _read_file(self, name: str, allocate: tensor_file.AllocateTensor | None = None) -> dict[str, Tensor]:
-        file = self._path / name
-        with open_folder(self._path) as folder_fd, open_file(folder_fd, file) as fd:
-            return _read_checked(fd, file, self._manifest.files[name], allocate)
+        file, facts, digest = self._path / name, self._manifest.files[name], xxhash.xxh3_128()
+        with manifests.open_folder(self._path) as folder_fd, manifests.open_file(folder_fd, file) as fd:
+            manifests.check_size(fd, file, facts)
+            with _as_checkpoint_error(file):
+                tensors = tensor_file.read_tensors(fd, facts.nbytes, digest.update, allocate)
+            manifests.check_digest(file, digest.hexdigest(), facts)
+        return tensors
 
 
 def _full_shape(pieces: list[TensorPiece]) -> tuple[int, ...]:
@@ -170,30 +153,16 @@ def _full_shape(pieces: list[TensorPiece]) -> tuple[int, ...]:
 
 
 def _require_all_rows(path: Path, part: str, name: str, pieces: list[TensorPiece]) -> None:
-    end = 0
-    for number, piece in enumerate(pieces):
-        same_kind = (
-            piece.entry.dtype_code == pieces[0].entry.dtype_code and piece.entry.shape[1:] == pieces[0].entry.shape[1:]
-        )
-        if not same_kind or (number and not piece.entry.shape):
-            raise damaged_checkpoint(
-                path / piece.file, f"{name} of {part} has another dtype or shape than in {pieces[0].file}"
-            )
-        if piece.first_row != end:
-            problem = f"{name} of {part} continues at row {piece.first_row}, expected row {end}"
-            raise damaged_checkpoint(path / piece.file, problem)
-        end = piece.end_row
-
-
-def _read_checked(
-    fd: int, file: Path, facts: FileFacts, allocate: tensor_file.AllocateTensor | None
-) -> dict[str, Tensor]:
-    check_size(fd, file, facts)
-    digest = xxhash.xxh3_128()
-    with _as_checkpoint_error(file):
-        tensors = tensor_file.read_tensors(fd, facts.nbytes, digest.update, allocate)
-    check_digest(file, digest.hexdigest(), facts)
-    return tensors
+    first, end = pieces[0].entry, 0
+    for number, (file, _, entry, first_row) in enumerate(pieces):
+        same_kind = entry.dtype_code == first.dtype_code and entry.shape[1:] == first.shape[1:]
+        if not same_kind or (number and not entry.shape):
+            problem = f"{name} of {part} has another dtype or shape than in {pieces[0].file}"
+            raise manifests.damaged_checkpoint(path / file, problem)
+        if first_row != end:
+            problem = f"{name} of {part} continues at row {first_row}, expected row {end}"
+            raise manifests.damaged_checkpoint(path / file, problem)
+        end = pieces[number].end_row
 
 
 @contextmanager
@@ -202,9 +171,9 @@ def _as_checkpoint_error(file: Path) -> Iterator[None]:
     try:
         yield
     except tensor_file.MalformedTensorFileError as error:
-        raise damaged_checkpoint(file, str(error)) from error
+        raise manifests.damaged_checkpoint(file, str(error)) from error
     except MemoryError as error:
-        raise damaged_checkpoint(file, f"it does not fit into memory: {error}", "free some memory") from error
+        raise manifests.damaged_checkpoint(file, f"it does not fit into memory: {error}", "free some memory") from error
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -219,11 +188,9 @@ class LoadedCheckpoint:
     def read_part(self, name: str, select_rows: RowSelector | None = None) -> dict[str, Tensor]:
         """A part, or some rows of its tensors. CheckpointError if the checkpoint does not have the part."""
         if name not in self.parts:
-            available = ", ".join(self.parts) or "no part at all"
-            raise CheckpointError(
-                f"{self.path} has no part {name}, it has {available}; it was saved with other settings: resume with "
-                "those, or start a new run"
-            )
+            problem = f"has no part {name}, it has {', '.join(self.parts) or 'no part at all'}"
+            remedy = "it was saved with other settings: resume with those, or start a new run"
+            raise CheckpointError(f"{self.path} {problem}; {remedy}")
         return self.parts[name] if select_rows is None else self.parts.read_rows(name, select_rows)
 
 
@@ -239,20 +206,16 @@ class CheckpointInfo:
     """What is wrong with its manifest or a file's size; None if nothing is wrong."""
 
 
-def load_checkpoint(
-    path: Path, progress: Progress | None = None, *, already_verified: bool = False
-) -> LoadedCheckpoint:
+def load_checkpoint(path: Path, progress: Progress | None = None, *, verified: bool = False) -> LoadedCheckpoint:
     """The checkpoint in this folder, with every byte verified; CheckpointError if it is damaged.
 
-    `already_verified`: another rank of the job has just verified it.
+    `verified`: another rank of the job has just verified it.
     """
     path = path.resolve()
     manifest = read_manifest(path)
-    for problem in () if already_verified else _content_problems(path, manifest, progress or NullSink()):
+    for problem in () if verified else _content_problems(path, manifest, progress):
         raise problem
-    with open_folder(path) as folder_fd:
-        state = parse_object(read_json_file(folder_fd, STATE_FILE, path / STATE_FILE), path / STATE_FILE)
-    return LoadedCheckpoint(path, manifest.step, state, CheckpointParts(path, manifest))
+    return LoadedCheckpoint(path, manifest.step, _read_state(path), CheckpointParts(path, manifest))
 
 
 def verify_checkpoint(path: Path, progress: Progress | None = None) -> list[str]:
@@ -260,9 +223,7 @@ def verify_checkpoint(path: Path, progress: Progress | None = None) -> list[str]
     path = path.resolve()
     try:
         manifest = read_manifest(path)
-        problems = list(_content_problems(path, manifest, progress or NullSink()))
-        if not problems:
-            problems = list(_format_problems(path, manifest))
+        problems = list(_content_problems(path, manifest, progress)) or list(_format_problems(path, manifest))
     except CheckpointError as error:
         problems = [error]
     return [str(error) for error in problems]
@@ -270,7 +231,7 @@ def verify_checkpoint(path: Path, progress: Progress | None = None) -> list[str]
 
 def find_checkpoints(folder: Path) -> list[CheckpointInfo]:
     """The checkpoints in a folder, oldest first. Only manifests are read."""
-    steps = {name: step for name in entry_names(folder) if (step := parse_checkpoint_name(name)) is not None}
+    steps = {name: step for name in entry_names(folder) if (step := manifests.parse_checkpoint_name(name)) is not None}
     return [_inspect(folder / name, step) for name, step in sorted(steps.items(), key=lambda item: item[1])]
 
 
@@ -281,48 +242,53 @@ def entry_names(folder: Path) -> list[str]:
         return []  # there is no checkpoint yet
 
 
-def read_manifest(path: Path) -> CheckpointManifest:
-    with open_folder(path) as folder_fd:
-        manifest = parse_manifest(read_json_file(folder_fd, MANIFEST_FILE, path / MANIFEST_FILE), path / MANIFEST_FILE)
-    named_step = parse_checkpoint_name(path.name)
+def read_manifest(path: Path) -> manifests.CheckpointManifest:
+    file = path / manifests.MANIFEST_FILE
+    manifest = manifests.parse_manifest(manifests.read_json_file(file), file)
+    named_step = manifests.parse_checkpoint_name(path.name)
     if named_step is not None and named_step != manifest.step:
-        remedy = "rename the folder back"
-        raise damaged_checkpoint(
-            path, f"the folder's name means step {named_step}, its manifest has step {manifest.step}", remedy
-        )
+        problem = f"the folder's name means step {named_step}, its manifest has step {manifest.step}"
+        raise manifests.damaged_checkpoint(path, problem, "rename the folder back")
     return manifest
+
+
+def _read_state(path: Path) -> dict[str, JSON]:
+    file = path / manifests.STATE_FILE
+    return manifests.parse_object(manifests.read_json_file(file), file)
 
 
 def _inspect(path: Path, step: int) -> CheckpointInfo:
     real_path = path.resolve()  # it may be a link to another disk
     try:
         manifest = read_manifest(real_path)
-        with open_folder(real_path) as folder_fd:
+        with manifests.open_folder(real_path) as folder_fd:
             for name, facts in manifest.files.items():
-                with open_file(folder_fd, real_path / name) as fd:
-                    check_size(fd, real_path / name, facts)
+                with manifests.open_file(folder_fd, real_path / name) as fd:
+                    manifests.check_size(fd, real_path / name, facts)
     except CheckpointError as error:
         return CheckpointInfo(path, step, 0, (), str(error))
-    return CheckpointInfo(path, step, manifest.nbytes, manifest.parts, None)
+    return CheckpointInfo(path, step, manifest.nbytes, tuple(manifest.part_files), None)
 
 
-def _content_problems(path: Path, manifest: CheckpointManifest, progress: Progress) -> Iterator[CheckpointError]:
+def _content_problems(
+    path: Path, manifest: manifests.CheckpointManifest, progress: Progress | None
+) -> Iterator[CheckpointError]:
     """Files that are missing, or differ in size or content from the manifest."""
-    with open_folder(path) as folder_fd, progress.phase(f"checking {path.name}", nbytes=manifest.nbytes) as phase:
+    title, progress = f"checking {path.name}", progress or NullSink()
+    with manifests.open_folder(path) as folder_fd, progress.phase(title, nbytes=manifest.nbytes) as phase:
         for name, facts in manifest.files.items():
             try:
-                with open_file(folder_fd, path / name) as fd:
-                    check_size(fd, path / name, facts)
-                    check_content(fd, path / name, facts, phase)
+                with manifests.open_file(folder_fd, path / name) as fd:
+                    manifests.check_size(fd, path / name, facts)
+                    manifests.check_content(fd, path / name, facts, phase)
             except CheckpointError as error:
                 yield error
 
 
-def _format_problems(path: Path, manifest: CheckpointManifest) -> Iterator[CheckpointError]:
+def _format_problems(path: Path, manifest: manifests.CheckpointManifest) -> Iterator[CheckpointError]:
     """Files that match the manifest and still are no valid checkpoint files: another program wrote them."""
     try:
-        with open_folder(path) as folder_fd:
-            parse_object(read_json_file(folder_fd, STATE_FILE, path / STATE_FILE), path / STATE_FILE)
+        _read_state(path)
     except CheckpointError as error:
         yield error
     parts = CheckpointParts(path, manifest)

@@ -12,6 +12,7 @@ value read is validated.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -39,8 +40,9 @@ TENSORS_SUFFIX = ".safetensors"
 MAX_JSON_BYTES = 64 << 20
 MAX_FILES = 1 << 16
 PART_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
-SHARD_PATTERN = re.compile(r"(?P<part>.+)\.shard-(?P<rank>[0-9]{5})-of-(?P<ranks>[0-9]{5})")
+SHARD_PATTERN = re.compile(r"(?P<part>.+)\.shard-[0-9]{5}-of-[0-9]{5}\.safetensors")
 CHECKPOINT_PATTERN = re.compile(r"step-([0-9]{8,18})")
+READ_BYTES = 4 << 20
 HASH_PATTERN = re.compile(r"[0-9a-f]{32}")
 OTHER_CHECKPOINT_REMEDY = "resume from another one (`supertuner checkpoint ls RUN` lists them)"
 NO_FOLLOW_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
@@ -60,17 +62,14 @@ class CheckpointManifest:
     """Every file but the manifest, sorted by name."""
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of the parts; a sharded part counts once."""
-        return tuple(self.part_files)
-
-    @property
     def part_files(self) -> dict[str, list[str]]:
         """Part → its files, in the order of the ranks that wrote them."""
         files_by_part: dict[str, list[str]] = {}
         for name in self.files:
             if name.endswith(TENSORS_SUFFIX):
-                files_by_part.setdefault(part_name(name), []).append(name)
+                shard = SHARD_PATTERN.fullmatch(name)
+                part = shard["part"] if shard else name.removesuffix(TENSORS_SUFFIX)
+                files_by_part.setdefault(part, []).append(name)
         return files_by_part
 
     @property
@@ -85,20 +84,12 @@ def checkpoint_name(step: int) -> str:
 def parse_checkpoint_name(name: str) -> int | None:
     """The step in a checkpoint folder's name; None for any other name. Each step has exactly one valid name."""
     match = CHECKPOINT_PATTERN.fullmatch(name)
-    step = int(match[1]) if match else None
-    return step if step is not None and checkpoint_name(step) == name else None
+    return int(match[1]) if match and checkpoint_name(int(match[1])) == name else None
 
 
 def part_file_name(part: str, rank: int | None = None, world_size: int = 1) -> str:
     """The file name of a part, or of one rank's shard of it."""
     return f"{part}{TENSORS_SUFFIX}" if rank is None else f"{part}.shard-{rank:05d}-of-{world_size:05d}{TENSORS_SUFFIX}"
-
-
-def part_name(file: str) -> str:
-    """The part that a tensor file belongs to."""
-    name = file.removesuffix(TENSORS_SUFFIX)
-    match = SHARD_PATTERN.fullmatch(name)
-    return match["part"] if match else name
 
 
 def damaged_checkpoint(file: Path, problem: str, remedy: str = OTHER_CHECKPOINT_REMEDY) -> CheckpointError:
@@ -113,7 +104,7 @@ def json_bytes(value: Mapping[str, JSON]) -> bytes:
 
 def manifest_bytes(manifest: CheckpointManifest) -> bytes:
     body: dict[str, JSON] = {
-        "format": 2 if any(map(is_shard_file, manifest.files)) else 1,
+        "format": 2 if any(map(SHARD_PATTERN.fullmatch, manifest.files)) else 1,
         "step": manifest.step,
         "files": files_json(manifest.files),
     }
@@ -130,10 +121,15 @@ def parse_manifest(content: bytes, file: Path) -> CheckpointManifest:
         remedy = "update SuperTuner, or " + OTHER_CHECKPOINT_REMEDY
         raise damaged_checkpoint(file, f"it has format {version}, this version reads up to {FORMAT_VERSION}", remedy)
     if set(value) != {"format", "step", "files", "checksum"}:
-        raise damaged_checkpoint(
-            file, f"it has the keys {', '.join(sorted(value))}; expected format, step, files, checksum"
-        )
-    manifest = CheckpointManifest(_validate_step(value["step"], file), _validate_files(value["files"], file))
+        keys = ", ".join(sorted(value))
+        raise damaged_checkpoint(file, f"it has the keys {keys}; expected format, step, files, checksum")
+    step, files = value["step"], value["files"]
+    if type(step) is not int or not 0 <= step < 10**18:
+        raise damaged_checkpoint(file, f"its step is {step!r}, not a whole number from 0 on")
+    if not isinstance(files, dict) or STATE_FILE not in files or len(files) > MAX_FILES:
+        raise damaged_checkpoint(file, f"its files are not an object with {STATE_FILE} and at most {MAX_FILES} files")
+    manifest = CheckpointManifest(step, parse_files(files, file))
+    _require_all_shards(manifest, file)
     # Compared as bytes, so that any change of the file is found, even one that does not change its meaning.
     if manifest_bytes(manifest) != content:
         raise damaged_checkpoint(file, "it has changed since it was written: its own checksum does not match")
@@ -143,54 +139,12 @@ def parse_manifest(content: bytes, file: Path) -> CheckpointManifest:
 def parse_object(content: bytes, file: Path) -> dict[str, JSON]:
     """Parse a JSON object; NaN and infinity are refused."""
     try:
-        value = json.loads(content, parse_constant=_refuse_constant, parse_float=_parse_finite)
+        value = json.loads(content, parse_constant=_parse_finite, parse_float=_parse_finite)
     except (ValueError, RecursionError) as error:
         raise damaged_checkpoint(file, f"it is not JSON ({error})") from error
     if not isinstance(value, dict):
         raise damaged_checkpoint(file, f"it is a JSON {type(value).__name__}, not an object")
     return value
-
-
-def open_regular_file(folder_fd: int, name: str, file: Path) -> int:
-    """Open a regular file of the folder for reading. CheckpointError for links, devices and folders."""
-    try:
-        fd = os.open(name, NO_FOLLOW_FLAGS, dir_fd=folder_fd)
-    except OSError as error:
-        reason = "it is a link, which a checkpoint never contains" if _is_link(folder_fd, name) else error.strerror
-        raise damaged_checkpoint(file, f"cannot be opened: {reason}") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise damaged_checkpoint(file, "it is not a file")
-    return fd
-
-
-def read_json_file(folder_fd: int, name: str, file: Path) -> bytes:
-    """The content of a JSON file of the folder; CheckpointError if it is far too large."""
-    fd = open_regular_file(folder_fd, name, file)
-    try:
-        size = os.fstat(fd).st_size
-        if size > MAX_JSON_BYTES:
-            raise damaged_checkpoint(file, f"it has {bytes_text(size)}, more than {bytes_text(MAX_JSON_BYTES)}")
-        content = os.pread(fd, size + 1, 0)
-    except OSError as error:
-        raise damaged_checkpoint(file, f"cannot be read: {error.strerror}") from error
-    finally:
-        os.close(fd)
-    return content
-
-
-def _validate_step(value: object, file: Path) -> int:
-    if type(value) is not int or not 0 <= value < 10**18:
-        raise damaged_checkpoint(file, f"its step is {value!r}, not a whole number from 0 on")
-    return value
-
-
-def _validate_files(value: object, file: Path) -> dict[str, FileFacts]:
-    if not isinstance(value, dict) or STATE_FILE not in value or len(value) > MAX_FILES:
-        raise damaged_checkpoint(file, f"its files are not an object with {STATE_FILE} and at most {MAX_FILES} files")
-    files = parse_files(value, file)
-    _require_all_shards(files, file)
-    return files
 
 
 def files_json(files: Mapping[str, FileFacts]) -> dict[str, JSON]:
@@ -201,9 +155,8 @@ def parse_files(value: Mapping[str, JSON], file: Path) -> dict[str, FileFacts]:
     """The inverse of `files_json`, sorted by name; CheckpointError, naming `file`, if it is invalid."""
     files = {}
     for name, facts in sorted(value.items()):
-        if name != STATE_FILE and not (
-            name.endswith(TENSORS_SUFFIX) and is_part_name(name.removesuffix(TENSORS_SUFFIX))
-        ):
+        part = name.removesuffix(TENSORS_SUFFIX)
+        if name != STATE_FILE and (part == name or not is_part_name(part)):
             raise damaged_checkpoint(file, f"it lists {name!r}, which is not a valid file name in a checkpoint")
         if not isinstance(facts, dict) or set(facts) != {"bytes", "xxh3_128"}:
             raise damaged_checkpoint(file, f"its entry for {name} lacks bytes or xxh3_128")
@@ -216,13 +169,11 @@ def parse_files(value: Mapping[str, JSON], file: Path) -> dict[str, FileFacts]:
     return files
 
 
-def _require_all_shards(files: Mapping[str, FileFacts], file: Path) -> None:
+def _require_all_shards(manifest: CheckpointManifest, file: Path) -> None:
     """CheckpointError unless each part has one file, or one of each rank."""
-    for part, names in CheckpointManifest(0, files).part_files.items():
-        if names not in (
-            [part_file_name(part)],
-            [part_file_name(part, rank, len(names)) for rank in range(len(names))],
-        ):
+    for part, names in manifest.part_files.items():
+        shards = [part_file_name(part, rank, len(names)) for rank in range(len(names))]
+        if names not in ([part_file_name(part)], shards):
             raise damaged_checkpoint(file, f"of {part} it lists {', '.join(names[:4])}, which are not all of its files")
 
 
@@ -230,30 +181,10 @@ def is_part_name(name: str) -> bool:
     return len(name) <= 120 and PART_PATTERN.fullmatch(name) is not None
 
 
-def is_shard_file(file: str) -> bool:
-    """Whether a file is one rank's shard of a part."""
-    return SHARD_PATTERN.fullmatch(file.removesuffix(TENSORS_SUFFIX)) is not None
-
-
-def _is_link(folder_fd: int, name: str) -> bool:
-    try:
-        return stat.S_ISLNK(os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode)
-    except OSError:
-        return False
-
-
-def _refuse_constant(word: str) -> float:
-    raise ValueError(f"{word} is not a JSON number")
-
-
 def _parse_finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is too large for a number")
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not a finite number")
     return number
-
-
-READ_BYTES = 4 << 20
 
 
 @contextmanager
@@ -272,13 +203,30 @@ def open_folder(path: Path) -> Iterator[int]:
 
 @contextmanager
 def open_file(folder_fd: int, file: Path) -> Iterator[int]:
-    fd = open_regular_file(folder_fd, file.name, file)
+    """Open a regular file of the folder for reading. CheckpointError for links, devices and folders."""
     try:
+        fd = os.open(file.name, NO_FOLLOW_FLAGS, dir_fd=folder_fd)
+    except OSError as error:
+        is_link = error.errno == errno.ELOOP  # open(2): the file is a link, and O_NOFOLLOW was given
+        reason = "it is a link, which a checkpoint never contains" if is_link else error.strerror
+        raise damaged_checkpoint(file, f"cannot be opened: {reason}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise damaged_checkpoint(file, "it is not a file")
         yield fd
     except OSError as error:
         raise damaged_checkpoint(file, f"cannot be read: {error.strerror}") from error
     finally:
         os.close(fd)
+
+
+def read_json_file(file: Path) -> bytes:
+    """The content of a JSON file of a checkpoint; CheckpointError if it is far too large."""
+    with open_folder(file.parent) as folder_fd, open_file(folder_fd, file) as fd:
+        size = os.fstat(fd).st_size
+        if size > MAX_JSON_BYTES:
+            raise damaged_checkpoint(file, f"it has {bytes_text(size)}, more than {bytes_text(MAX_JSON_BYTES)}")
+        return os.pread(fd, size + 1, 0)
 
 
 def check_size(fd: int, file: Path, facts: FileFacts) -> None:
@@ -299,6 +247,5 @@ def check_content(fd: int, file: Path, facts: FileFacts, phase: ProgressPhase) -
 
 def check_digest(file: Path, checksum: str, facts: FileFacts) -> None:
     if checksum != facts.checksum:
-        raise damaged_checkpoint(
-            file, f"it has changed since it was written: its checksum is {checksum}, not {facts.checksum}"
-        )
+        problem = "it has changed since it was written"
+        raise damaged_checkpoint(file, f"{problem}: its checksum is {checksum}, not {facts.checksum}")

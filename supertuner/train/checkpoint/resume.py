@@ -33,7 +33,7 @@ def find_resume_checkpoint(context: RunContext, resume: str, process_group: Proc
         process_group.broadcast(b"" if loaded is None else os.fsencode(loaded.path))
         return loaded
     path = process_group.broadcast(None)
-    return load_checkpoint(Path(os.fsdecode(path)), already_verified=True) if path else None
+    return load_checkpoint(Path(os.fsdecode(path)), verified=True) if path else None
 
 
 def find_checkpoint(context: RunContext, resume: str) -> LoadedCheckpoint | None:
@@ -49,10 +49,9 @@ def find_checkpoint(context: RunContext, resume: str) -> LoadedCheckpoint | None
         return load_checkpoint(path, context.progress)  # a missing path is an error even if the run has checkpoints
     latest = load_latest(checkpoints, context.sink, context.progress)
     if latest is None and find_checkpoints(checkpoints):
-        raise CheckpointError(
-            f"no checkpoint in {checkpoints} is intact (`supertuner checkpoint verify` reports what is wrong with "
-            "each); restore one, or use another run.name to begin at step 0"
-        )
+        problem = "is intact (`supertuner checkpoint verify` reports what is wrong with each)"
+        remedy = "restore one, or use another run.name to begin at step 0"
+        raise CheckpointError(f"no checkpoint in {checkpoints} {problem}; {remedy}")
     if resume == "latest":
         return latest
     if latest is None:
@@ -72,10 +71,9 @@ def restore_run(run: TrainingRun, loaded: LoadedCheckpoint) -> None:
     if not isinstance(step, int) or not isinstance(nonfinite, int) or not isinstance(experts, dict):
         raise CheckpointError(f"{loaded.path}: state.json lacks step, nonfinite or experts; use another checkpoint")
     if step > run.schedule.total_steps:
-        raise CheckpointError(
-            f"{loaded.path} is of step {step}, and this run has {run.schedule.total_steps} "
-            f"({run.schedule.end_reason}); raise train.max_steps or train.num_epochs"
-        )
+        total = f"{run.schedule.total_steps} ({run.schedule.end_reason})"
+        remedy = "raise train.max_steps or train.num_epochs"
+        raise CheckpointError(f"{loaded.path} is of step {step}, and this run has {total}; {remedy}")
     _warn_of_other_versions(run, loaded)
     _require_same_initial_weights(run, loaded)
     for expert_state in run.expert_states:
@@ -84,17 +82,14 @@ def restore_run(run: TrainingRun, loaded: LoadedCheckpoint) -> None:
     _set_random_states(loaded.read_part("random"), run.device)
     if loaded.path.parent.parent == run.context.run_dir.resolve():
         _warn_of_changed_data(run, loaded)
-        logs = (
-            (run.loss_log, _log_position(loaded, "losses")),
-            (run.validation_log, _log_position(loaded, "validations")),
-        )
-        for log, position in logs:
-            log.require_prefix(*position)  # check both before changing anything
+        losses, validations = _log_position(loaded, "losses"), _log_position(loaded, "validations")
+        run.loss_log.require_prefix(*losses)  # check both before changing anything
+        run.validation_log.require_prefix(*validations)
         # Before the logs are truncated: a kill in between would leave later checkpoints beside logs that are too short.
         if run.process_group.rank == 0:
             set_aside_later_checkpoints(run.context.run_dir / CHECKPOINTS_DIR, step, run.context.sink)
-        for log, position in logs:
-            log.truncate(*position)
+        run.loss_log.truncate(*losses)
+        run.validation_log.truncate(*validations)
     else:
         run.loss_log.reset()
         run.validation_log.reset()
@@ -104,13 +99,10 @@ def _warn_of_other_versions(run: TrainingRun, loaded: LoadedCheckpoint) -> None:
     """Other library versions may compute other bits: resuming is allowed, with a warning."""
     then, now = loaded.state.get("versions"), library_versions()
     then = then if isinstance(then, dict) else {}
-    changed = [
-        f"{name} {then.get(name)} then, {now.get(name)} now" for name in now | then if then.get(name) != now.get(name)
-    ]
-    if changed:
-        run.context.sink.emit(
-            WarningEvent(str(loaded.path), f"{'; '.join(changed)}: the run resumes, but its bits may differ")
-        )
+    names = [name for name in now | then if then.get(name) != now.get(name)]
+    if names:
+        changed = "; ".join(f"{name} {then.get(name)} then, {now.get(name)} now" for name in names)
+        _warn(run, loaded, f"{changed}: the run resumes, but its bits may differ")
 
 
 def saved_revision(loaded: LoadedCheckpoint) -> str | None:
@@ -127,16 +119,18 @@ def saved_world_size(loaded: LoadedCheckpoint) -> int:
 
 def _warn_of_changed_data(run: TrainingRun, loaded: LoadedCheckpoint) -> None:
     """Warn if files have changed since the checkpoint. (Changed settings are refused when the run folder is opened.)"""
-    saved, now = loaded.state.get("data"), dataset_digests(run)
-    if isinstance(saved, dict) and saved != now:
-        names = ", ".join(sorted(name for name in now if saved.get(name) != now[name]))
-        text = f"was saved with other files in {names}: from here on the order of samples differs"
-        run.context.sink.emit(WarningEvent(str(loaded.path), text))
-    saved, now = loaded.state.get("beside"), side_file_digests(run)
-    if isinstance(saved, dict) and saved != now:
-        names = ", ".join(sorted(name for name in now if saved.get(name) != now[name]))
-        text = f"was saved with another content of {names}: from here on the current content counts"
-        run.context.sink.emit(WarningEvent(str(loaded.path), text))
+    for key, now, text in (
+        ("data", dataset_digests(run), "other files in {}: from here on the order of samples differs"),
+        ("beside", side_file_digests(run), "another content of {}: from here on the current content counts"),
+    ):
+        saved = loaded.state.get(key)
+        if isinstance(saved, dict) and saved != now:
+            names = ", ".join(sorted(name for name in now if saved.get(name) != now[name]))
+            _warn(run, loaded, "was saved with " + text.format(names))
+
+
+def _warn(run: TrainingRun, loaded: LoadedCheckpoint, text: str) -> None:
+    run.context.sink.emit(WarningEvent(str(loaded.path), text))
 
 
 def _require_same_initial_weights(run: TrainingRun, loaded: LoadedCheckpoint) -> None:
@@ -154,15 +148,11 @@ def _require_same_initial_weights(run: TrainingRun, loaded: LoadedCheckpoint) ->
         expert, _, setting = name.partition(": ")
         decides = setting.endswith(".frozen") or any(dataset.prior for dataset in run.config.datasets)
         if is_own_checkpoint and decides:
-            raise CheckpointError(
-                f"{loaded.path}: {expert} was trained with other tensors in the file of {setting}; restore that file, "
-                "or start another run.name with --resume and this checkpoint if the change is intended"
-            )
-        effect = (
-            "training goes on on top of the new file" if decides else "the checkpoint's values count, not the file's"
-        )
-        text = f"{expert} was trained with other tensors (or none) in the file of {setting}: {effect}"
-        run.context.sink.emit(WarningEvent(str(loaded.path), text))
+            problem = f"{expert} was trained with other tensors in the file of {setting}"
+            remedy = "or start another run.name with --resume and this checkpoint if the change is intended"
+            raise CheckpointError(f"{loaded.path}: {problem}; restore that file, {remedy}")
+        effect = "training continues on the new file" if decides else "the checkpoint's values count, not the file's"
+        _warn(run, loaded, f"{expert} was trained with other tensors (or none) in the file of {setting}: {effect}")
 
 
 def _log_position(loaded: LoadedCheckpoint, name: str) -> tuple[int, str]:
@@ -170,37 +160,31 @@ def _log_position(loaded: LoadedCheckpoint, name: str) -> tuple[int, str]:
         case [int(nbytes), str(digest)]:
             return nbytes, digest
         case other:
-            raise CheckpointError(
-                f"{loaded.path}: {name} in state.json is {other!r}, not bytes and a checksum; use another checkpoint"
-            )
+            problem = f"{name} in state.json is {other!r}, not bytes and a checksum"
+            raise CheckpointError(f"{loaded.path}: {problem}; use another checkpoint")
 
 
-def _restore_expert(
-    run: TrainingRun, expert_state: ExpertState, loaded: LoadedCheckpoint, experts: dict[str, JSON]
-) -> None:
-    expert = expert_state.expert.name
+def _restore_expert(run: TrainingRun, state: ExpertState, loaded: LoadedCheckpoint, experts: dict[str, JSON]) -> None:
+    expert = state.expert.name
     facts = experts.get(expert)
     if not isinstance(facts, dict) or not isinstance(facts.get("optimizer"), dict):
         available = ", ".join(experts) or "none"
-        raise CheckpointError(
-            f"{loaded.path} has no state of the expert {expert}, it has {available}; see model.experts"
-        )
+        raise CheckpointError(f"{loaded.path} has no state of expert {expert}, it has {available}; see model.experts")
     trainable = run.trainable_experts[expert]
     adapters.load_trainable_state(trainable, _read_part(loaded, f"adapter.{expert}", trainable))
-    state_device = None if run.offload is None else run.offload.optimizer_state_device(expert)
-    optimizer_state.restore_state(
-        expert_state.optimizer, _read_part(loaded, f"optimizer.{expert}", trainable), facts["optimizer"], state_device
-    )
-    if expert_state.ema is not None:
+    device = None if run.offload is None else run.offload.optimizer_state_device(expert)
+    tensors = _read_part(loaded, f"optimizer.{expert}", trainable)
+    optimizer_state.restore_state(state.optimizer, tensors, facts["optimizer"], device)
+    if state.ema is not None:
         updates = facts.get("ema_updates")
         if not isinstance(updates, int):
             raise CheckpointError(f"{loaded.path} has no moving average of {expert}; unset train.ema_decay")
-        expert_state.ema.load(_read_part(loaded, f"ema.{expert}", trainable), updates)
-    if expert_state.loss_scaler is not None:
+        state.ema.load(_read_part(loaded, f"ema.{expert}", trainable), updates)
+    if state.loss_scaler is not None:
         scaler = facts.get("scaler")
         if not isinstance(scaler, dict):
             raise CheckpointError(f"{loaded.path} was not trained in fp16; see train.mixed_precision")
-        expert_state.loss_scaler.load(scaler)
+        state.loss_scaler.load(scaler)
 
 
 def _set_random_states(states: Tensors, device: torch.device) -> None:
@@ -221,10 +205,9 @@ def _read_part(loaded: LoadedCheckpoint, part: str, trainable: adapters.Trainabl
 
     def select_rows(name: str) -> WantedRows | None:
         parameter = parameter_name(name)
-        shard = row_shards.get(parameter)
-        if shard is None:
+        if (shard := row_shards.get(parameter)) is None:
             return None
-        rows = range(shard.first_row, shard.first_row + len(trainable.parameters[parameter]))
-        return WantedRows(shard.full_shape, rows)
+        end_row = shard.first_row + len(trainable.parameters[parameter])
+        return WantedRows(shard.full_shape, range(shard.first_row, end_row))
 
     return loaded.read_part(part, select_rows)

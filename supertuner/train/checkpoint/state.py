@@ -28,10 +28,8 @@ def collect_contents(run: TrainingRun, constant_state: Mapping[str, JSON]) -> tu
     row_offsets: RowOffsets = {}
     for expert_state in run.expert_states:
         expert, trainable = expert_state.expert.name, run.trainable_experts[expert_state.expert.name]
-        expert_parts: dict[str, Tensors] = {"adapter": dict(trainable.parameters)}
-        expert_parts["optimizer"], optimizer = optimizer_state.pack_state(
-            expert_state.optimizer, copy=torch.Tensor.detach
-        )
+        tensors, optimizer = optimizer_state.pack_state(expert_state.optimizer, copy=torch.Tensor.detach)
+        expert_parts: dict[str, Tensors] = {"adapter": dict(trainable.parameters), "optimizer": tensors}
         facts: dict[str, JSON] = {"optimizer": optimizer}
         if expert_state.ema is not None:
             expert_parts["ema"], facts["ema_updates"] = dict(expert_state.ema.averages), expert_state.ema.updates

@@ -85,9 +85,7 @@ class TensorFileLayout:
     def tensor_chunks(self) -> Iterator[memoryview]:
         """The tensors alone."""
         for tensor in self.tensors:
-            content = _byte_view(tensor)
-            for begin in range(0, len(content), CHUNK_BYTES):
-                yield content[begin : begin + CHUNK_BYTES]
+            yield from _byte_chunks(tensor)
 
 
 def plan_tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> TensorFileLayout:
@@ -101,9 +99,8 @@ def plan_tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] 
         entries[name] = {"dtype": codes[name], "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % HEADER_ALIGNMENT)
-    return TensorFileLayout(
-        len(text).to_bytes(8, "little") + text, tuple(tensors[name] for name in order), 8 + len(text) + end
-    )
+    header = len(text).to_bytes(8, "little") + text
+    return TensorFileLayout(header, tuple(tensors[name] for name in order), len(header) + end)
 
 
 def row_offsets_metadata(row_offsets: Mapping[str, int], tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -123,9 +120,8 @@ def parse_row_offsets(header: bytes, entries: Iterable[TensorEntry]) -> dict[str
         offsets = sharding.get(entry.name, {OFFSETS_KEY: [0] * len(entry.shape)})
         offsets = offsets.get(OFFSETS_KEY) if isinstance(offsets, dict) else None
         if not _are_sizes(offsets) or len(offsets) != len(entry.shape) or any(offsets[1:]):
-            raise MalformedTensorFileError(
-                f"{entry.name!r} begins at {offsets!r} of the whole tensor; only parts made of rows are supported"
-            )
+            problem = f"{entry.name!r} begins at {offsets!r} of the whole tensor"
+            raise MalformedTensorFileError(f"{problem}; only parts made of rows are supported")
         row_offsets[entry.name] = offsets[0] if offsets else 0
     return row_offsets
 
@@ -141,22 +137,17 @@ def read_tensors(
     on_bytes(memoryview(header))
     tensors = {}
     for entry in entries:
-        tensor = empty_tensor(entry.shape, entry) if allocate is None else allocate(entry)
-        content = _byte_view(tensor)
-        for begin in range(0, len(content), CHUNK_BYTES):
-            chunk = content[begin : begin + CHUNK_BYTES]
-            _read_into(fd, chunk, len(header) + entry.begin + begin)
+        tensors[entry.name] = empty_tensor(entry.shape, entry) if allocate is None else allocate(entry)
+        for chunk in _read_chunks(fd, tensors[entry.name], len(header) + entry.begin):
             on_bytes(chunk)
-        tensors[entry.name] = tensor
     return tensors
 
 
 def read_rows(fd: int, header_bytes: int, entry: TensorEntry, first_row: int, target: Tensor) -> None:
     """Read rows of a tensor from `first_row` on, as many as `target` has."""
     row_bytes = math.prod(entry.shape[1:]) * DTYPE_BY_CODE[entry.dtype_code][1]
-    content = _byte_view(target)
-    for begin in range(0, len(content), CHUNK_BYTES):
-        _read_into(fd, content[begin : begin + CHUNK_BYTES], header_bytes + entry.begin + first_row * row_bytes + begin)
+    for _ in _read_chunks(fd, target, header_bytes + entry.begin + first_row * row_bytes):
+        pass
 
 
 def empty_tensor(shape: Sequence[int], entry: TensorEntry) -> Tensor:
@@ -184,9 +175,7 @@ def read_header(fd: int, nbytes: int) -> tuple[bytes, list[TensorEntry]]:
     end = 0
     for entry in entries:
         if entry.begin != end:
-            raise MalformedTensorFileError(
-                f"{entry.name!r} begins at {entry.begin}, the tensor before it ends at {end}"
-            )
+            raise MalformedTensorFileError(f"{entry.name!r} begins at {entry.begin}, the one before it ends at {end}")
         end = entry.end
     if end != nbytes - len(header):
         raise MalformedTensorFileError(f"its tensors take {end} bytes, the file has {nbytes - len(header)} for them")
@@ -231,10 +220,8 @@ def _parse_entry(name: str, facts: object) -> TensorEntry:
     if math.prod(max(1, size) for size in shape) >= 1 << 60:  # more elements than torch can count, even if a size is 0
         raise MalformedTensorFileError(f"{name!r} has shape {shape}, which is too large for a tensor")
     if offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BY_CODE[code][1]:
-        raise MalformedTensorFileError(
-            f"{name!r}: {code} of shape {shape} does not take bytes {offsets[0]} to {offsets[1]}"
-        )
-    return TensorEntry(name, code, tuple(shape), offsets[0], offsets[1])
+        raise MalformedTensorFileError(f"{name!r}: {code} of shape {shape} does not take the bytes {offsets}")
+    return TensorEntry(name, code, tuple(shape), *offsets)
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
@@ -242,25 +229,28 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
 
 
 def _dtype_code(name: str, tensor: Tensor) -> str:
-    code = next(
-        (code for code, (torch_name, _) in DTYPE_BY_CODE.items() if str(tensor.dtype) == f"torch.{torch_name}"), None
-    )
+    codes = {f"torch.{torch_name}": code for code, (torch_name, _) in DTYPE_BY_CODE.items()}
+    code, kind = codes.get(str(tensor.dtype)), type(tensor).__name__
     assert code is not None, f"{name} is {tensor.dtype}, which the format does not support"
-    kind = type(tensor).__name__
     assert kind in ("Tensor", "Parameter"), f"{name} is a {kind}: save its plain inner tensors"
     assert name != METADATA_KEY and not tensor.is_meta and not tensor.is_sparse, f"{name} has no bytes to save"
     return code
 
 
-def _byte_view(tensor: Tensor) -> memoryview:
-    """The tensor's bytes; a copy only if it is on another device or not contiguous."""
+def _byte_chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes, in order; a copy only if it is on another device or not contiguous."""
     import torch
 
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    for begin in range(0, len(content), CHUNK_BYTES):
+        yield content[begin : begin + CHUNK_BYTES]
 
 
-def _read_into(fd: int, content: memoryview, offset: int) -> None:
-    done = read_all(fd, content, offset)
-    if done < len(content):
-        raise MalformedTensorFileError(f"it ends at byte {offset + done}")
+def _read_chunks(fd: int, tensor: Tensor, offset: int) -> Iterator[memoryview]:
+    """Read the bytes from `offset` on into a contiguous tensor; yields each chunk after it is read."""
+    for chunk in _byte_chunks(tensor):
+        done = read_all(fd, chunk, offset)
+        if done < len(chunk):
+            raise MalformedTensorFileError(f"it ends at byte {offset + done}")
+        yield chunk
+        offset += len(chunk)

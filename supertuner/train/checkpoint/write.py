@@ -20,6 +20,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,18 +31,8 @@ from supertuner.core.bulk_io import write_all
 from supertuner.core.errors import CheckpointError
 from supertuner.core.events import NullSink, ProgressPhase
 from supertuner.core.types import JSON
+from supertuner.train.checkpoint import manifest as manifests
 from supertuner.train.checkpoint import tensor_file
-from supertuner.train.checkpoint.manifest import (
-    STATE_FILE,
-    CheckpointManifest,
-    FileFacts,
-    files_json,
-    json_bytes,
-    manifest_bytes,
-    parse_files,
-    parse_object,
-    part_file_name,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,9 +81,9 @@ class CheckpointWritePlan:
 
     def file_sizes(self) -> list[int]:
         """Bytes of every file, the manifest last. Its length does not depend on the values of its checksums."""
-        sizes = {STATE_FILE: len(self.state), **{name: layout.nbytes for name, layout in self.layouts.items()}}
-        manifest = CheckpointManifest(self.step, {name: FileFacts(size, "0" * 32) for name, size in sizes.items()})
-        return [*sizes.values(), len(manifest_bytes(manifest))]
+        sizes = {manifests.STATE_FILE: len(self.state)} | {name: file.nbytes for name, file in self.layouts.items()}
+        files = {name: manifests.FileFacts(size, "0" * 32) for name, size in sizes.items()}
+        return [*sizes.values(), len(manifests.manifest_bytes(manifests.CheckpointManifest(self.step, files)))]
 
     def disk_bytes(self) -> int:
         """Bytes that the folder takes on disk, in whole blocks."""
@@ -102,46 +93,37 @@ class CheckpointWritePlan:
 def plan_save(contents: CheckpointContents, sharding: CheckpointSharding | None = None) -> CheckpointWritePlan:
     """CheckpointError if the state is not plain JSON."""
     try:
-        state = json_bytes(contents.state)
+        state = manifests.json_bytes(contents.state)
     except (TypeError, ValueError) as error:
-        message = f"{STATE_FILE} of step {contents.step} cannot be written: {error}; nothing was saved"
+        message = f"{manifests.STATE_FILE} of step {contents.step} cannot be written: {error}; nothing was saved"
         raise CheckpointError(message) from error
-    return CheckpointWritePlan(contents.step, state, dict(_plan_files(contents.parts, sharding)))
-
-
-def _plan_files(
-    parts: Mapping[str, Mapping[str, Tensor]], sharding: CheckpointSharding | None
-) -> Iterator[tuple[str, tensor_file.TensorFileLayout]]:
-    """Rank 0 writes what all ranks hold; of sharded parts each rank writes its own rows, if it has any."""
-    for part, tensors in sorted(parts.items()):
+    layouts = {}
+    for part, tensors in sorted(contents.parts.items()):
         row_offsets = {} if sharding is None else sharding.row_offsets.get(part, {})
-        if sharding is None or not row_offsets:
-            if sharding is None or sharding.rank == 0:
-                yield part_file_name(part), tensor_file.plan_tensor_file(tensors)
-            continue
-        own_tensors = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if sharding.rank == 0 or (name in row_offsets and tensor.numel())
-        }
-        metadata = tensor_file.row_offsets_metadata(row_offsets, own_tensors)
-        yield (
-            part_file_name(part, sharding.rank, sharding.world_size),
-            tensor_file.plan_tensor_file(own_tensors, metadata),
-        )
+        if sharding is not None and row_offsets:  # each rank writes its own rows, if it has any
+            is_first, file = sharding.rank == 0, manifests.part_file_name(part, sharding.rank, sharding.world_size)
+            own = {name: t for name, t in tensors.items() if is_first or (name in row_offsets and t.numel())}
+            metadata = tensor_file.row_offsets_metadata(row_offsets, own)
+            layouts[file] = tensor_file.plan_tensor_file(own, metadata)
+        elif sharding is None or sharding.rank == 0:  # rank 0 writes what all ranks hold
+            layouts[manifests.part_file_name(part)] = tensor_file.plan_tensor_file(tensors)
+    return CheckpointWritePlan(contents.step, state, layouts)
 
 
 def write_parts(
     folder: Path, plan: CheckpointWritePlan, phase: ProgressPhase, raise_if_abandoned: Callable[[], None]
-) -> dict[str, FileFacts]:
+) -> dict[str, manifests.FileFacts]:
     """Write and sync every tensor file of a plan; `raise_if_abandoned` is called before each chunk."""
-    return {
-        name: write_file(folder / name, _check_before_each(raise_if_abandoned, layout.chunks()), phase)
-        for name, layout in plan.layouts.items()
-    }
+
+    def checked(chunks: Iterator[memoryview]) -> Iterator[memoryview]:
+        for chunk in chunks:
+            raise_if_abandoned()
+            yield chunk
+
+    return {name: write_file(folder / name, checked(layout.chunks()), phase) for name, layout in plan.layouts.items()}
 
 
-def write_file(path: Path, chunks: Iterable[memoryview], phase: ProgressPhase) -> FileFacts:
+def write_file(path: Path, chunks: Iterable[memoryview], phase: ProgressPhase) -> manifests.FileFacts:
     """Write a new file and sync it; returns its size and checksum. An OSError names the file."""
     digest, at = xxhash.xxh3_128(), 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -157,13 +139,7 @@ def write_file(path: Path, chunks: Iterable[memoryview], phase: ProgressPhase) -
         raise
     finally:
         os.close(fd)
-    return FileFacts(at, digest.hexdigest())
-
-
-def _check_before_each(raise_if_abandoned: Callable[[], None], chunks: Iterator[memoryview]) -> Iterator[memoryview]:
-    for chunk in chunks:
-        raise_if_abandoned()
-        yield chunk
+    return manifests.FileFacts(at, digest.hexdigest())
 
 
 def announce_save(folder: Path, sharding: CheckpointSharding) -> None:
@@ -186,9 +162,10 @@ def write_shard(
     try:
         facts = write_parts(folder_by_fd, plan, phase, raise_if_unwanted)
         os.fsync(fd)
-        completion_name = _completion_name(sharding, sharding.rank)
-        write_file(folder_by_fd / f".{completion_name}", [memoryview(json_bytes(files_json(facts)))], phase)
-        os.rename(folder_by_fd / f".{completion_name}", folder_by_fd / completion_name)
+        completion_file = folder_by_fd / _completion_name(sharding, sharding.rank)
+        unfinished = completion_file.with_name(f".{completion_file.name}")
+        write_file(unfinished, [memoryview(manifests.json_bytes(manifests.files_json(facts)))], phase)
+        os.rename(unfinished, completion_file)
     except FileNotFoundError as error:  # rank 0 removed the folder, or files in it
         raise SaveAbandonedError(ABANDONED_MESSAGE) from error
     except OSError as error:
@@ -213,15 +190,16 @@ def discard_sharded_save(folder: Path, sharding: CheckpointSharding) -> None:
 
 def collect_shards(
     folder: Path, sharding: CheckpointSharding, raise_if_abandoned: Callable[[], None]
-) -> dict[str, FileFacts]:
+) -> dict[str, manifests.FileFacts]:
     """Rank 0: wait until all other ranks have written, and remove the coordination files. Returns the ranks' files."""
-    files: dict[str, FileFacts] = {}
+    files: dict[str, manifests.FileFacts] = {}
     for rank in range(1, sharding.world_size):
         completion_file = folder / _completion_name(sharding, rank)
         while not completion_file.exists():
             raise_if_abandoned()
             time.sleep(POLL_S)
-        files |= parse_files(parse_object(completion_file.read_bytes(), completion_file), completion_file)
+        facts = manifests.parse_object(completion_file.read_bytes(), completion_file)
+        files |= manifests.parse_files(facts, completion_file)
         completion_file.unlink()
     (folder / _announcement_name(sharding)).unlink()
     return files
@@ -231,14 +209,11 @@ def _open_announced_folder(folder: Path, sharding: CheckpointSharding, raise_if_
     """Wait for the folder of this save; returns an open descriptor of it."""
     while True:
         raise_if_abandoned()
-        try:
+        with suppress(FileNotFoundError):  # rank 0 has not created it yet
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            time.sleep(POLL_S)
-            continue
-        if os.path.exists(f"/proc/self/fd/{fd}/{_announcement_name(sharding)}"):
-            return fd
-        os.close(fd)
+            if os.path.exists(f"/proc/self/fd/{fd}/{_announcement_name(sharding)}"):
+                return fd
+            os.close(fd)
         time.sleep(POLL_S)
 
 

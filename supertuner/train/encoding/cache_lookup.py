@@ -23,13 +23,7 @@ from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.micro_batches import MicroBatch
 from supertuner.data.ordering.sample_order import SampleDraws
 from supertuner.train.encoding.cache_plan import CachePlan, CacheRequirements, CaptionTable
-from supertuner.train.encoding.encoders import (
-    LazyDecoderPool,
-    LazyEncoders,
-    broken_media_as_cache_error,
-    load_reference_for,
-    text_inputs_for,
-)
+from supertuner.train.encoding.encoders import LazyEncoders, text_inputs_for
 from supertuner.train.encoding.epochs import EpochCaches
 
 BatchPiece: TypeAlias = tuple[NDArray[np.intp], NamedTensors]
@@ -43,15 +37,13 @@ class LatentTable:
         self, corpus: Corpus, job_offsets: Sequence[int | None], variations: Sequence[int], refs: EntryRefs
     ) -> None:
         """`job_offsets` and `variations` are those of the MediaPlan; `refs` has one element per job of it."""
-        self._sample_indices = [group.sample_indices for group in corpus.order.groups]
-        self._variations = variations
+        self._sample_indices, self._variations = [group.sample_indices for group in corpus.order.groups], variations
         self._refs = [
             None if begin is None else refs[begin : begin + count * len(samples)].reshape(count, len(samples))
             for begin, count, samples in zip(job_offsets, variations, self._sample_indices, strict=True)
         ]
-
-    def is_cached(self, group: int) -> bool:
-        return self._refs[group] is not None
+        self.is_cached = np.array([refs is not None for refs in self._refs])
+        """For each group, whether its latents are cached."""
 
     def find(self, group: int, samples: NDArray[np.int64], cycles: NDArray[np.int64]) -> EntryRefs:
         """The refs of samples of one group, or MISSING_REF."""
@@ -91,21 +83,17 @@ class EncodedCorpus:
         media: CacheEntries,
         text: CacheEntries,
         epoch_rotation: EpochRotation[EpochCaches] | None,
-        decoders: LazyDecoderPool,
         encoders: LazyEncoders,
     ) -> None:
         self._policies, self._corpus = requirements.policies, requirements.corpus
-        self._tables, self._media, self._text, self._epoch_rotation = tables, media, text, epoch_rotation
-        self._is_group_cached = np.array(
-            [tables.latents.is_cached(group) for group in range(len(requirements.corpus.order.groups))]
-        )
-        self._decoders, self._encoders = decoders, encoders
+        self._tables, self._media, self._text = tables, media, text
+        self._epoch_rotation, self._encoders = epoch_rotation, encoders
         self._epoch_lock = threading.Lock()
 
     def latents(self, micro_batch: MicroBatch) -> NamedTensors:
         """The encoded media of the micro-batch's samples, in its order: new contiguous CPU tensors [B, …]."""
         draws = micro_batch.draws
-        if self._is_group_cached[draws.group].all() and (refs := self._find_latents(draws)).min() >= 0:
+        if self._tables.latents.is_cached[draws.group].all() and (refs := self._find_latents(draws)).min() >= 0:
             return self._media.gather(refs)
         pieces = []
         for mode in CacheMode:
@@ -131,11 +119,10 @@ class EncodedCorpus:
     def framing(self, micro_batch: MicroBatch) -> torch.Tensor:
         """For each sample how `latents` shows it: an ImageFraming as a row of fp32."""
         draws, corpus = micro_batch.draws, self._corpus
+        columns = zip(draws.group.tolist(), draws.sample.tolist(), self.cycles(micro_batch), strict=True)
         rows = [
             framing_for_sample(corpus.seed, corpus.dataset_of_group(group), sample, cycle, micro_batch.bucket)
-            for group, sample, cycle in zip(
-                draws.group.tolist(), draws.sample.tolist(), self.cycles(micro_batch), strict=True
-            )
+            for group, sample, cycle in columns
         ]
         return torch.tensor(rows, dtype=torch.float32)
 
@@ -165,7 +152,7 @@ class EncodedCorpus:
         if mode is CacheMode.CACHED:
             return self._entry_pieces(self._media, self._find_latents(draws), micro_batch, rows)
         if mode is CacheMode.ON_THE_FLY:
-            return [(rows, self._encode(MicroBatch(micro_batch.bucket, draws)))]
+            return [self._encode_piece(micro_batch, rows)]
         pieces = []
         for epoch in np.unique(draws.epoch).tolist():
             pieces += self._epoch_pieces(epoch, micro_batch, rows[draws.epoch == epoch])
@@ -177,8 +164,7 @@ class EncodedCorpus:
             epoch_caches = self._epoch_caches(epoch, draws)
             if epoch_caches is not None and epoch_caches.media is not None:
                 return self._entry_pieces(*epoch_caches.media.find(draws.position), micro_batch, rows)
-        # The epoch's entries were released already: encode the same entries again.
-        return [(rows, self._encode(MicroBatch(micro_batch.bucket, draws)))]
+        return [self._encode_piece(micro_batch, rows)]  # the epoch's entries were released already
 
     def _entry_pieces(
         self, entries: CacheEntries, refs: EntryRefs, micro_batch: MicroBatch, rows: NDArray[np.intp]
@@ -187,9 +173,11 @@ class EncodedCorpus:
         present, absent = np.flatnonzero(refs >= 0), np.flatnonzero(refs < 0)
         pieces: list[BatchPiece] = [(rows[present], entries.gather(refs[present]))] if len(present) else []
         if len(absent):
-            remaining = MicroBatch(micro_batch.bucket, micro_batch.draws.take(rows[absent]))
-            pieces.append((rows[absent], self._encode(remaining)))
+            pieces.append(self._encode_piece(micro_batch, rows[absent]))
         return pieces
+
+    def _encode_piece(self, micro_batch: MicroBatch, rows: NDArray[np.intp]) -> BatchPiece:
+        return rows, self._encoders.encode_batch(MicroBatch(micro_batch.bucket, micro_batch.draws.take(rows)))
 
     def _uncached_text(self, draws: SampleDraws) -> NamedTensors:
         if self._policy(int(draws.group[0])).text_mode is CacheMode.EACH_EPOCH:
@@ -213,13 +201,6 @@ class EncodedCorpus:
         if first >= order.epoch_begin(current_epoch) + order.epoch_length(current_epoch) // 2:
             self._epoch_rotation.release_through(current_epoch - 1)
         return self._epoch_rotation.get_epoch(epoch)
-
-    def _encode(self, micro_batch: MicroBatch) -> NamedTensors:
-        with broken_media_as_cache_error():
-            batch = self._decoders().decode(micro_batch)
-            references = [load_reference_for(self._corpus, batch, row) for row in range(len(batch))]
-        rows = [self._encoders.encode_media(*pair) for pair in zip(batch.media, references, strict=True)]
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def _assemble(pieces: list[BatchPiece], count: int) -> NamedTensors:

@@ -6,8 +6,9 @@ not drawn: every caption that can be chosen, with the trigger word, and the empt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -27,14 +28,7 @@ from supertuner.data.ordering.buckets import Bucket
 from supertuner.data.ordering.sample_order import SampleDraws
 from supertuner.models.spec import Family, ModelDescription
 from supertuner.step.precision import latent_storage_dtype
-from supertuner.train.encoding.encoders import (
-    EncoderFingerprints,
-    LazyDecoderPool,
-    LazyEncoders,
-    TextInput,
-    media_entry_maker,
-    text_entry_maker,
-)
+from supertuner.train.encoding.encoders import EncoderFingerprints, LazyEncoders, TextInput
 
 if TYPE_CHECKING:
     import torch
@@ -59,9 +53,13 @@ class CacheRequirements:
     def namespace(self, kind: CacheKind) -> CacheNamespace:
         return self.media_namespace if kind == "latents" else self.text_namespace
 
-    def uses_mode(self, kind: CacheKind, *modes: CacheMode) -> bool:
-        """Whether any dataset's entries of a kind are in one of these modes."""
-        return any((policy.media_mode if kind == "latents" else policy.text_mode) in modes for policy in self.policies)
+    def modes(self, kind: CacheKind) -> list[CacheMode]:
+        """For each dataset, the mode of its entries of a kind."""
+        return [policy.media_mode if kind == "latents" else policy.text_mode for policy in self.policies]
+
+    def encodes_in_training(self, kind: CacheKind) -> bool:
+        """Whether entries of a kind are encoded during training: each epoch, or when they are used."""
+        return any(mode is not CacheMode.CACHED for mode in self.modes(kind))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -122,15 +120,14 @@ class CachePlan:
     text: TextPlan
     text_keys: EntryKeys
 
-    def media_request(self, corpus: Corpus, decoders: LazyDecoderPool, encoders: LazyEncoders) -> EntryRequest:
+    def request(self, kind: CacheKind, encoders: LazyEncoders) -> EntryRequest:
+        if kind == "text":
+            make = partial(encoders.make_texts, self.text.texts)
+            return EntryRequest(self.text_keys, make, title="encoding captions")
         keys, jobs = self.media.keys, self.media.jobs
         if not (needed := keys != NO_KEY).all():
             keys, jobs = keys[needed], jobs.take(np.flatnonzero(needed))
-        make = media_entry_maker(corpus, jobs, decoders, encoders)
-        return EntryRequest(keys, make, relative_job_sizes(corpus, jobs), "encoding samples")
-
-    def text_request(self, encoders: LazyEncoders) -> EntryRequest:
-        return EntryRequest(self.text_keys, text_entry_maker(self.text.texts, encoders), title="encoding captions")
+        return media_request(encoders, jobs, keys, "encoding samples")
 
     def keys(self, kind: CacheKind) -> EntryKeys:
         """Keys of all entries of a kind that are cached once."""
@@ -140,12 +137,9 @@ class CachePlan:
 def cache_requirements(
     config: RunConfig, corpus: Corpus, fingerprints: EncoderFingerprints, dtype: torch.dtype
 ) -> CacheRequirements:
-    return CacheRequirements(
-        corpus=corpus,
-        policies=tuple(dataset_cache_policy(dataset.settings, config.cache_config) for dataset in corpus.datasets),
-        media_namespace=CacheNamespace("latents", fingerprints.media, _dtype_name(latent_storage_dtype(dtype))),
-        text_namespace=CacheNamespace("text", fingerprints.text, _dtype_name(dtype)),
-    )
+    policies = tuple(dataset_cache_policy(dataset.settings, config.cache_config) for dataset in corpus.datasets)
+    media = CacheNamespace("latents", fingerprints.media, _dtype_name(latent_storage_dtype(dtype)))
+    return CacheRequirements(corpus, policies, media, CacheNamespace("text", fingerprints.text, _dtype_name(dtype)))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -155,11 +149,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def build_cache_plan(requirements: CacheRequirements, until: int | None = None) -> CachePlan:
     """Plan all entries. `until` is the position at which the run ends: samples drawn only later are omitted."""
     text = _build_text_plan(requirements, until)
-    return CachePlan(
-        media=_build_media_plan(requirements, until),
-        text=text,
-        text_keys=requirements.text_namespace.entry_keys(text_input.cache_key_bytes() for text_input in text.texts),
-    )
+    text_keys = requirements.text_namespace.entry_keys(text_input.cache_key_bytes() for text_input in text.texts)
+    return CachePlan(_build_media_plan(requirements, until), text, text_keys)
 
 
 def _samples_drawn_before(corpus: Corpus, until: int | None) -> list[NDArray[np.int64]] | None:
@@ -175,34 +166,23 @@ def _build_media_plan(requirements: CacheRequirements, until: int | None) -> Med
     drawn = _samples_drawn_before(corpus, until)
     group_policies = [requirements.policies[group.dataset_index] for group in groups]
     variations = tuple(policy.media_variations for policy in group_policies)
-    jobs, job_offsets, count = [], [], 0
+    parts, job_offsets, count = [np.zeros((3, 0), np.int64)], [], 0
     for number, group in enumerate(groups):
         cached = group_policies[number].media_mode is CacheMode.CACHED
         job_offsets.append(count if cached else None)
         if cached:
-            jobs.append(_group_jobs(number, group.sample_indices, variations[number]))
-            count += len(jobs[-1])
-    all_jobs = _concatenate_jobs(jobs)
-    keys = media_keys(corpus, all_jobs, requirements.media_namespace)
+            sample = np.tile(group.sample_indices.astype(np.int64), variations[number])
+            cycle = np.repeat(np.arange(variations[number], dtype=np.int64), len(group.sample_indices))
+            parts.append(np.stack([np.full(len(sample), number, np.int64), sample, cycle]))
+            count += len(sample)
+    unused = np.zeros(count, np.int64)
+    jobs = SampleDraws(unused, unused, *np.concatenate(parts, axis=1))
+    keys = media_keys(corpus, jobs, requirements.media_namespace)
     for number, begin in enumerate(job_offsets):
         if drawn is not None and begin is not None:
             rows = slice(begin, begin + variations[number] * len(groups[number].sample_indices))
-            keys[rows][~np.isin(all_jobs.sample[rows], drawn[number])] = NO_KEY
-    return MediaPlan(all_jobs, keys, tuple(job_offsets), variations)
-
-
-def _group_jobs(group: int, sample_indices: NDArray[np.uint32], variations: int) -> SampleDraws:
-    sample = np.tile(sample_indices.astype(np.int64), variations)
-    cycle = np.repeat(np.arange(variations, dtype=np.int64), len(sample_indices))
-    unused = np.zeros(len(sample), np.int64)
-    return SampleDraws(unused, unused, np.full(len(sample), group, np.int64), sample, cycle)
-
-
-def _concatenate_jobs(jobs: Sequence[SampleDraws]) -> SampleDraws:
-    if not jobs:
-        return _group_jobs(0, np.zeros(0, np.uint32), 1)
-    columns = ((part.position, part.epoch, part.group, part.sample, part.cycle) for part in jobs)
-    return SampleDraws(*map(np.concatenate, zip(*columns, strict=True)))
+            keys[rows][~np.isin(jobs.sample[rows], drawn[number])] = NO_KEY
+    return MediaPlan(jobs, keys, tuple(job_offsets), variations)
 
 
 def media_keys(corpus: Corpus, draws: SampleDraws, namespace: CacheNamespace) -> EntryKeys:
@@ -236,41 +216,24 @@ def _group_keys(
     return keys
 
 
-def relative_job_sizes(corpus: Corpus, jobs: SampleDraws) -> Callable[[EntryIndices], NDArray[np.float64]]:
-    """Sizes of the jobs' latents relative to each other: proportional to the number of values in their media."""
-    volume = np.array(
-        [_media_volume(corpus.datasets[group.dataset_index], group.bucket) for group in corpus.order.groups]
-    )
+def media_request(encoders: LazyEncoders, jobs: SampleDraws, keys: EntryKeys, title: str) -> EntryRequest:
+    """Requests the latents of `jobs`. Their sizes are proportional to the number of values in their media."""
+    volumes = np.zeros(len(encoders.corpus.order.groups))
+    for number, group in enumerate(encoders.corpus.order.groups):
+        references = encoders.corpus.datasets[group.dataset_index].references
+        reference_volume = 0 if references is None else 3 * prod(references.image_size(group.bucket))
+        volumes[number] = prod(group.bucket.shape) + reference_volume
 
     def sizes(indices: EntryIndices) -> NDArray[np.float64]:
-        job_volumes: NDArray[np.float64] = volume[jobs.group[indices]]
-        return job_volumes
+        return volumes[jobs.group[indices]]
 
-    return sizes
-
-
-def _media_volume(dataset: CorpusDataset, bucket: Bucket) -> float:
-    reference_volume = 0 if dataset.references is None else 3 * prod(dataset.references.image_size(bucket))
-    return float(prod(bucket.shape) + reference_volume)
-
-
-class _TextInputIndex:
-    """Gives each distinct text input an index."""
-
-    def __init__(self) -> None:
-        self._indices: dict[TextInput, int] = {}
-
-    def index_of(self, text: TextInput) -> int:
-        return self._indices.setdefault(text, len(self._indices))
-
-    def inputs(self) -> tuple[TextInput, ...]:
-        return tuple(self._indices)
+    return EntryRequest(keys, partial(encoders.make_media, jobs), sizes, title)
 
 
 def _build_text_plan(requirements: CacheRequirements, until: int | None) -> TextPlan:
     corpus = requirements.corpus
-    texts, drawn = _TextInputIndex(), _samples_drawn_before(corpus, until)
-    tables: list[CaptionTable | None] = []
+    texts: dict[TextInput, int] = {}
+    drawn, tables = _samples_drawn_before(corpus, until), list[CaptionTable | None]()
     for dataset_index, (dataset, policy) in enumerate(zip(corpus.datasets, requirements.policies, strict=True)):
         if policy.text_mode is not CacheMode.CACHED:
             tables.append(None)
@@ -280,31 +243,30 @@ def _build_text_plan(requirements: CacheRequirements, until: int | None) -> Text
             groups = [g for g, group in enumerate(corpus.order.groups) if group.dataset_index == dataset_index]
             used = np.unique(np.concatenate([np.zeros(0, np.int64), *(drawn[g] for g in groups)]))
         tables.append(_build_caption_table(corpus.seed, dataset, used, policy.text_variations, texts))
-    return TextPlan(texts.inputs(), tuple(tables))
+    return TextPlan(tuple(texts), tuple(tables))
 
 
 def _build_caption_table(
-    seed: int, dataset: CorpusDataset, used: NDArray[np.integer[Any]], variations: int, texts: _TextInputIndex
+    seed: int, dataset: CorpusDataset, used: NDArray[np.integer[Any]], variations: int, texts: dict[TextInput, int]
 ) -> CaptionTable:
+    """`texts` gives each distinct text input of the corpus an index; new ones are added to it."""
     rules, sample_count = dataset.settings.captions, len(dataset.samples)
-    counts, text_indices = np.zeros(sample_count, np.int64), []
+    counts, text_indices = np.zeros(sample_count, np.int64), list[int]()
     empty_text_indices = np.zeros(sample_count, np.int32)
+
+    def index_of(text: str, sample: int) -> int:
+        return texts.setdefault(TextInput.for_sample(text, dataset.references, sample), len(texts))
+
     for sample in used.tolist():
         if rules.dropout:
-            empty_text_indices[sample] = texts.index_of(TextInput.for_sample("", dataset.references, sample))
+            empty_text_indices[sample] = index_of("", sample)
         captions = dataset.samples.captions(sample)
         if rules.shuffle_tags:
-            by_variation = [
-                possible_captions(captions, rules, rng_for_sample(seed, dataset, sample, variation))
-                for variation in range(variations)
-            ]
+            rngs = [rng_for_sample(seed, dataset, sample, variation) for variation in range(variations)]
+            by_variation = [possible_captions(captions, rules, rng) for rng in rngs]
         else:
             by_variation = [possible_captions(captions, rules)] * variations
-        sample_texts = [
-            texts.index_of(TextInput.for_sample(text, dataset.references, sample))
-            for texts_of_caption in zip(*by_variation, strict=True)
-            for text in texts_of_caption
-        ]
+        sample_texts = [index_of(text, sample) for caption in zip(*by_variation, strict=True) for text in caption]
         counts[sample] = len(sample_texts)
         text_indices += sample_texts
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -316,15 +278,12 @@ def require_supported_buckets(corpus: Corpus, family: Family, model: ModelDescri
     _require_references(corpus, model)
     for group in corpus.order.groups:
         bucket = group.bucket
-        key_path = f"datasets[{group.dataset_id}], bucket {bucket.label} ({len(group.sample_indices)} samples)"
+        where = f"datasets[{group.dataset_id}], bucket {bucket.label} ({len(group.sample_indices)} samples)"
         if bucket.kind not in model.media_kinds:
             kinds = " and ".join(sorted(model.media_kinds))
-            raise ModelError(
-                f"{key_path}: {model.title} is trained on {kinds}, not on {bucket.kind}; remove that dataset"
-            )
-        reason = family.unsupported_reason(model, bucket.shape)
-        if reason is not None:
-            raise ModelError(f"{key_path}: {reason}; change bucket_step, resolution or frames of that dataset")
+            raise ModelError(f"{where}: {model.title} is trained on {kinds}, not on {bucket.kind}; remove that dataset")
+        if (reason := family.unsupported_reason(model, bucket.shape)) is not None:
+            raise ModelError(f"{where}: {reason}; change bucket_step, resolution or frames of that dataset")
 
 
 def _require_references(corpus: Corpus, model: ModelDescription) -> None:
@@ -336,6 +295,4 @@ def _require_references(corpus: Corpus, model: ModelDescription) -> None:
         if not model.edits_images and dataset.references is not None:
             raise ModelError(f"{key_path}: {model.title} does not take reference images; remove conditioning_dir")
         if model.edits_images and len(resolutions) > 1:
-            raise ModelError(
-                f"{key_path}: conditioning_resolution must be the same in all datasets, because they share batches"
-            )
+            raise ModelError(f"{key_path}: conditioning_resolution must be equal in all datasets: they share batches")

@@ -22,17 +22,9 @@ from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import DecisionEvent, MeasurementEvent, WarningEvent
 from supertuner.data.cache_policy import CacheMode, cache_policy_warnings
 from supertuner.data.corpus import Corpus
+from supertuner.train.encoding import cache_plan as plans
 from supertuner.train.encoding.cache_lookup import EncodedCorpus, EntryTables
-from supertuner.train.encoding.cache_plan import (
-    CACHE_KINDS,
-    CacheKind,
-    CachePlan,
-    CacheRequirements,
-    build_cache_plan,
-    cache_requirements,
-    require_supported_buckets,
-)
-from supertuner.train.encoding.encoders import EncodingSpec, LazyDecoderPool, LazyEncoders
+from supertuner.train.encoding.encoders import EncodingSpec, LazyEncoders
 from supertuner.train.encoding.epochs import EpochCacheBuilder, EpochCaches, run_digest
 from supertuner.train.encoding.node_sharing import EncodingCoordinator, map_plan, map_tables
 
@@ -56,25 +48,25 @@ def open_encoded_corpus(
     every arena in unified memory.
     """
     with ExitStack() as stack:
-        caches = stack.enter_context(
-            open_corpus_caches(config, corpus, encoding, context, until=until, on_attach=on_attach)
-        )
-        stores = []
-        for kind in CACHE_KINDS:
-            stores.append(store := caches.open(kind))
+        opening = open_corpus_caches(config, corpus, encoding, context, until=until, on_attach=on_attach)
+        caches = stack.enter_context(opening)
+        entries = []
+        for kind in plans.CACHE_KINDS:
+            store = caches.open(kind)
+            entries.append(CacheEntries() if store is None else store.entries)
             if store is not None:
                 stack.callback(store.close)
-        media, text = (CacheEntries() if store is None else store.entries for store in stores)
+        media, text = entries
         tables, tables_reader = caches.build_tables(media, text)
         if tables_reader is not None:
             stack.callback(tables_reader.close)
         caches = replace(caches, plan=None)  # frees the plan's memory
-        if caches.requirements.uses_mode("latents", CacheMode.EACH_EPOCH, CacheMode.ON_THE_FLY):
-            caches.decoders()  # start the threads now, from this thread, not in the middle of a batch
+        if caches.requirements.encodes_in_training("latents"):
+            caches.encoders.decoders()  # start the threads now, from this thread, not in the middle of a batch
         epochs = caches.open_epoch_rotation(begin, until)
         if epochs is not None:
             stack.callback(epochs.close)
-        yield EncodedCorpus(caches.requirements, tables, media, text, epochs, caches.decoders, caches.encoders)
+        yield EncodedCorpus(caches.requirements, tables, media, text, epochs, caches.encoders)
 
 
 @contextmanager
@@ -92,29 +84,26 @@ def open_corpus_caches(
 
     `life` is the lifetime of entries that are not persistent. See `open_encoded_corpus` for `until` and `on_attach`.
     """
-    require_supported_buckets(corpus, encoding.family, encoding.model)
+    plans.require_supported_buckets(corpus, encoding.family, encoding.model)
     for warning in cache_policy_warnings([dataset.settings for dataset in corpus.datasets], config.cache_config):
         context.sink.emit(warning)
-    requirements = cache_requirements(config, corpus, encoding.fingerprints, encoding.dtype)
+    requirements = plans.cache_requirements(config, corpus, encoding.fingerprints, encoding.dtype)
     local_world_size = context.peers.local_world_size
     with ExitStack() as stack:
         coordinator, plan_reader = None, None
         if local_world_size > 1:
             home, title = ArenaHome(config.arena.home or default_home()), f"{run_digest(corpus)} until {until}"
             coordinator = EncodingCoordinator(context, home, title)
-            plan_reader = coordinator.share_plan(corpus, lambda: build_cache_plan(requirements, until))
+            plan_reader = coordinator.share_plan(corpus, lambda: plans.build_cache_plan(requirements, until))
             stack.callback(plan_reader.close)
-        encoders = LazyEncoders(encoding)
-        stack.callback(encoders.close)
         threads = config.loader.num_workers or max(1, context.host.cpus() // local_world_size)
-        decoders = LazyDecoderPool(corpus, threads)
-        stack.callback(decoders.close)
+        encoders = LazyEncoders(encoding, corpus, threads)
+        stack.callback(encoders.close)
         yield CorpusCaches(  # no variable of this function refers to the plan, so that the caller can free it
             config=config,
             requirements=requirements,
-            plan=build_cache_plan(requirements, until) if plan_reader is None else map_plan(corpus, plan_reader),
+            plan=plans.build_cache_plan(requirements, until) if plan_reader is None else map_plan(corpus, plan_reader),
             encoders=encoders,
-            decoders=decoders,
             life=life,
             context=context,
             on_attach=on_attach,
@@ -128,11 +117,10 @@ class CorpusCaches:
     """Fills and opens the caches of one corpus."""
 
     config: RunConfig
-    requirements: CacheRequirements
-    plan: CachePlan | None
+    requirements: plans.CacheRequirements
+    plan: plans.CachePlan | None
     """None once all caches are open."""
     encoders: LazyEncoders
-    decoders: LazyDecoderPool
     life: ArenaLifetime
     context: RunContext
     on_attach: Callable[[int, int], None] | None = None
@@ -141,7 +129,7 @@ class CorpusCaches:
     plan_reader: ArenaReader | None = None
     """The arena that contains the plan, if the plan is shared."""
 
-    def placement(self, kind: CacheKind) -> CachePlacement | None:
+    def placement(self, kind: plans.CacheKind) -> CachePlacement | None:
         """Where entries of a kind are stored; None if they are not cached."""
         cache = self.config.cache_config
         storage = cache.vae_cache_type if kind == "latents" else cache.text_cache_type
@@ -149,11 +137,11 @@ class CorpusCaches:
             return None
         return cache_placement(storage, self.config, self.context.run_dir, self.life, self.on_attach)
 
-    def keys(self, kind: CacheKind) -> EntryKeys:
+    def keys(self, kind: plans.CacheKind) -> EntryKeys:
         """Keys of all entries of a kind that are cached once."""
         return self._required_plan.keys(kind)
 
-    def open(self, kind: CacheKind, *, check: bool = False, load: bool = True) -> CacheStore | None:
+    def open(self, kind: plans.CacheKind, *, check: bool = False, load: bool = True) -> CacheStore | None:
         """Fill and open the store of all entries of a kind that are cached once; None if the kind is not cached.
 
         With `check`, existing entries are verified, too. Without `load`, entries stay where they are kept instead of
@@ -163,10 +151,8 @@ class CorpusCaches:
         store = None if placement is None else self._open_store(kind, placement, check, load)
         if kind == "text" and self.coordinator is None:
             self._warn_truncated(self.encoders.truncated_captions)
-        if not self.requirements.uses_mode(kind, CacheMode.EACH_EPOCH, CacheMode.ON_THE_FLY):
+        if not self.requirements.encodes_in_training(kind):
             self.encoders.release(kind)
-            if kind == "latents":
-                self.decoders.close()
         return store
 
     def build_tables(self, media: CacheEntries, text: CacheEntries) -> tuple[EntryTables, ArenaReader | None]:
@@ -183,18 +169,11 @@ class CorpusCaches:
 
     def open_epoch_rotation(self, begin: int, until: int | None) -> EpochRotation[EpochCaches] | None:
         """The entries of `refresh_each_epoch` datasets, with the first epoch's encoded; None without such datasets."""
-        if not any(self.requirements.uses_mode(kind, CacheMode.EACH_EPOCH) for kind in CACHE_KINDS):
+        if not any(CacheMode.EACH_EPOCH in self.requirements.modes(kind) for kind in plans.CACHE_KINDS):
             return None
         order = self.requirements.corpus.order
-        builder = EpochCacheBuilder(
-            requirements=self.requirements,
-            locations={kind: _epoch_location(self.placement(kind)) for kind in CACHE_KINDS},
-            decoders=self.decoders,
-            encoders=self.encoders,
-            begin=begin,
-            until=until,
-            context=self.context,
-        )
+        locations = {kind: _epoch_location(self.placement(kind)) for kind in plans.CACHE_KINDS}
+        builder = EpochCacheBuilder(self.requirements, locations, self.encoders, begin, until, self.context)
         first = order.epoch_at(begin)
         builder.remove_leftovers((first, first + 1))
         epochs = None if until is None else order.epoch_at(max(0, until - 1)) + 1
@@ -204,7 +183,7 @@ class CorpusCaches:
         return rotation
 
     @property
-    def _required_plan(self) -> CachePlan:
+    def _required_plan(self) -> plans.CachePlan:
         assert self.plan is not None, "the plan was freed"
         return self.plan
 
@@ -213,19 +192,13 @@ class CorpusCaches:
             message = f"{count} captions are longer than the model's limit; their ends are cut off"
             self.context.sink.emit(WarningEvent("captions", message))
 
-    def _request(self, kind: CacheKind) -> EntryRequest:
-        if kind == "latents":
-            return self._required_plan.media_request(self.requirements.corpus, self.decoders, self.encoders)
-        return self._required_plan.text_request(self.encoders)
-
-    def _open_store(self, kind: CacheKind, placement: CachePlacement, check: bool, load: bool) -> CacheStore:
+    def _open_store(self, kind: plans.CacheKind, placement: CachePlacement, check: bool, load: bool) -> CacheStore:
         if self.coordinator is not None and not self.context.peers.is_first:
             assert load and not check, "only a single process verifies caches or leaves them unloaded"
-            return self.coordinator.open_store_as_helper(
-                self.requirements, kind, placement, partial(self._request, kind)
-            )
-        began, namespace, request = time.monotonic(), self.requirements.namespace(kind), self._request(kind)
-        sink = self.context.sink
+            create_request = partial(self._required_plan.request, kind, self.encoders)
+            return self.coordinator.open_store_as_helper(self.requirements, kind, placement, create_request)
+        began, namespace, sink = time.monotonic(), self.requirements.namespace(kind), self.context.sink
+        request = self._required_plan.request(kind, self.encoders)
         sink.emit(DecisionEvent(f"cache.{namespace.kind}", str(placement.primary.home.path), placement.reason))
         primary = CacheStore(placement.primary, namespace, self.context)
         with closing_on_error(primary):
@@ -234,11 +207,8 @@ class CorpusCaches:
             primary.fill(request)
             store = self._load_working_copy(primary, placement, request) if load else primary
         with closing_on_error(store):
-            figures = {
-                "entries": len(request.keys),
-                "made": primary.entries_made,
-                "seconds": round(time.monotonic() - began, 3),
-            }
+            seconds = round(time.monotonic() - began, 3)
+            figures = {"entries": len(request.keys), "made": primary.entries_made, "seconds": seconds}
             sink.emit(MeasurementEvent(f"cache.{namespace.kind}", figures))
             if self.coordinator is not None:
                 self.coordinator.announce_store(kind, store)

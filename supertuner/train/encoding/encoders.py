@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 
-from supertuner.cache.entries import EntryIndices, EntryMaker, NamedTensors
+from supertuner.cache.entries import EntryIndices, NamedTensors
 from supertuner.core.errors import BrokenMediaError, CacheError
 from supertuner.data.batching.decoder_pool import DecodedBatch, DecoderPool
 from supertuner.data.batching.prefetch import BatchPrefetcher
@@ -27,8 +26,6 @@ from supertuner.data.ordering.sample_order import SampleDraws
 from supertuner.memory.out_of_memory import explain_out_of_memory, release_unused_memory
 from supertuner.models.spec import Family, ImageTextEncoder, MediaEncoder, ModelDescription, TextEncoder
 from supertuner.step.precision import latent_storage_dtype
-
-T = TypeVar("T")
 
 SAMPLES_AHEAD = 4
 """Samples that are decoded ahead of the encoder, per decoding thread."""
@@ -92,29 +89,59 @@ def text_inputs_for(corpus: Corpus, draws: SampleDraws) -> list[TextInput]:
 
 
 class LazyEncoders:
-    """The VAE and the text encoder, each loaded on first use. Thread-safe: both run on one thread of this object."""
+    """Decodes and encodes the samples of a corpus. VAE, text encoder and decoding threads start on first use.
 
-    def __init__(self, spec: EncodingSpec) -> None:
-        self._spec = spec
+    Thread-safe: both encoders run on one thread of this object.
+    """
+
+    def __init__(self, spec: EncodingSpec, corpus: Corpus, decoding_threads: int) -> None:
+        self.corpus = corpus
+        self._spec, self._decoding_threads = spec, decoding_threads
+        self._decoders: DecoderPool | None = None
         self._media_encoder: MediaEncoder | None = None
         self._text_encoder: TextEncoder | None = None
         self._truncated_captions = 0
-        threads = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(
-            1, thread_name_prefix="encode", initializer=torch.set_num_threads, initargs=(threads,)
-        )
+        threads = (torch.get_num_threads(),)
+        self._pool = ThreadPoolExecutor(1, "encode", initializer=torch.set_num_threads, initargs=threads)
 
-    def encode_media(self, sample: torch.Tensor, reference: torch.Tensor | None = None) -> NamedTensors:
-        """The entry of one sample (no batch dimension), with its reference image's latents as `condition`."""
-        shape = "×".join(map(str, sample.shape))
-        remedy = partial(self._spec.out_of_memory_remedy, "lower the dataset's resolution or frames")
-        with explain_out_of_memory(f"encoding a sample of {shape} does", remedy):
-            return self._run_on_thread(lambda: self._run_media_encoder(sample, reference))
+    def encode_batch(self, micro_batch: MicroBatch) -> NamedTensors:
+        """The latents of all samples of a micro-batch."""
+        with _broken_media_as_cache_error():
+            batch = self.decoders().decode(micro_batch)
+            references = [self._load_reference(batch, row) for row in range(len(batch))]
+        rows = [self._encode_media(*pair) for pair in zip(batch.media, references, strict=True)]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def encode_text(self, text_input: TextInput) -> NamedTensors:
         remedy = partial(self._spec.out_of_memory_remedy, "free the device: other processes may use it")
         with explain_out_of_memory("the text encoder does", remedy):
-            return self._run_on_thread(lambda: self._run_text_encoder(text_input))
+            return self._pool.submit(self._run_text_encoder, text_input).result()
+
+    def make_media(self, jobs: SampleDraws, indices: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
+        """Makes the latents of `jobs` by index: threads decode ahead, the VAE encodes one sample after the other."""
+        numbers, groups, decoders = indices.tolist(), self.corpus.order.groups, self.decoders()
+        micro_batches = (MicroBatch(groups[int(jobs.group[i])].bucket, jobs.take(slice(i, i + 1))) for i in numbers)
+        with BatchPrefetcher(decoders, micro_batches, SAMPLES_AHEAD * decoders.threads) as batches:
+            for index in numbers:
+                with _broken_media_as_cache_error():
+                    batch = next(batches)
+                    reference = self._load_reference(batch, 0)
+                yield index, self._encode_media(batch.media[0], reference)
+
+    def make_texts(
+        self, texts: Sequence[TextInput], indices: EntryIndices
+    ) -> Generator[tuple[int, NamedTensors], None, None]:
+        """Makes the encodings of `texts` by index."""
+        for index in indices.tolist():
+            with _broken_media_as_cache_error():
+                entry = self.encode_text(texts[index])
+            yield index, entry
+
+    def decoders(self) -> DecoderPool:
+        """The threads that decode media."""
+        if self._decoders is None:
+            self._decoders = DecoderPool(self.corpus, self._decoding_threads)
+        return self._decoders
 
     @property
     def truncated_captions(self) -> int:
@@ -122,20 +149,36 @@ class LazyEncoders:
         return self._truncated_captions + (0 if self._text_encoder is None else self._text_encoder.truncated_captions)
 
     def release(self, kind: str) -> None:
-        """Free the encoder of `latents` or `text`; it is loaded again when it is needed again."""
+        """Free what encodes `latents` or `text`; it is loaded again when it is needed again."""
         if kind == "latents":
             self._media_encoder = None
+            self._close_decoders()
         else:
             self._truncated_captions, self._text_encoder = self.truncated_captions, None
         release_unused_memory(self._spec.device)
 
     def close(self) -> None:
+        self._close_decoders()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._media_encoder, self._text_encoder = None, None
         release_unused_memory(self._spec.device)
 
-    def _run_on_thread(self, work: Callable[[], T]) -> T:
-        return self._pool.submit(work).result()
+    def _close_decoders(self) -> None:
+        if self._decoders is not None:
+            self._decoders.close()
+            self._decoders = None
+
+    def _load_reference(self, batch: DecodedBatch, row: int) -> torch.Tensor | None:
+        """The reference image of a sample of a batch; None if its dataset has none."""
+        references = self.corpus.datasets[batch.dataset_indices[row]].references
+        return None if references is None else references.load_image(batch.sample_indices[row])
+
+    def _encode_media(self, sample: torch.Tensor, reference: torch.Tensor | None) -> NamedTensors:
+        """The entry of one sample (no batch dimension), with its reference image's latents as `condition`."""
+        shape = "×".join(map(str, sample.shape))
+        remedy = partial(self._spec.out_of_memory_remedy, "lower the dataset's resolution or frames")
+        with explain_out_of_memory(f"encoding a sample of {shape} does", remedy):
+            return self._pool.submit(self._run_media_encoder, sample, reference).result()
 
     def _run_media_encoder(self, sample: torch.Tensor, reference: torch.Tensor | None) -> NamedTensors:
         if self._media_encoder is None:
@@ -145,10 +188,7 @@ class LazyEncoders:
             fields = self._media_encoder.encode(sample[None])
             if reference is not None:
                 fields["condition"] = self._media_encoder.encode(reference[None])["latents"]
-        return {
-            name: _to_cpu(tensor[0].to(dtype) if tensor.is_floating_point() else tensor[0])
-            for name, tensor in fields.items()
-        }
+        return {name: _to_cpu(t[0].to(dtype) if t.is_floating_point() else t[0]) for name, t in fields.items()}
 
     def _run_text_encoder(self, text_input: TextInput) -> NamedTensors:
         spec = self._spec
@@ -163,66 +203,8 @@ class LazyEncoders:
         return {name: _to_cpu(tensor) for name, tensor in fields.items()}
 
 
-class LazyDecoderPool:
-    """A DecoderPool whose threads start when it is first called."""
-
-    def __init__(self, corpus: Corpus, threads: int) -> None:
-        self._corpus, self._threads = corpus, threads
-        self._pool: DecoderPool | None = None
-
-    def __call__(self) -> DecoderPool:
-        if self._pool is None:
-            self._pool = DecoderPool(self._corpus, self._threads)
-        return self._pool
-
-    def close(self) -> None:
-        """End the threads; the next call starts new ones."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-
-
-def media_entry_maker(
-    corpus: Corpus, jobs: SampleDraws, decoders: LazyDecoderPool, encoders: LazyEncoders
-) -> EntryMaker:
-    """Makes the latents of `jobs` by index: threads decode ahead, the VAE encodes one sample after the other."""
-
-    def make(indices: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
-        groups = corpus.order.groups
-        micro_batches = (
-            MicroBatch(groups[int(jobs.group[i])].bucket, jobs.take(slice(i, i + 1))) for i in indices.tolist()
-        )
-        decoder_pool = decoders()
-        with BatchPrefetcher(decoder_pool, micro_batches, SAMPLES_AHEAD * decoder_pool.threads) as batches:
-            for index in indices.tolist():
-                with broken_media_as_cache_error():
-                    batch = next(batches)
-                    reference = load_reference_for(corpus, batch, 0)
-                yield index, encoders.encode_media(batch.media[0], reference)
-
-    return make
-
-
-def load_reference_for(corpus: Corpus, batch: DecodedBatch, row: int) -> torch.Tensor | None:
-    """The reference image of a sample of a batch; None if its dataset has none."""
-    references = corpus.datasets[batch.dataset_indices[row]].references
-    return None if references is None else references.load_image(batch.sample_indices[row])
-
-
-def text_entry_maker(texts: Sequence[TextInput], encoders: LazyEncoders) -> EntryMaker:
-    """Makes the encodings of `texts` by index."""
-
-    def make(indices: EntryIndices) -> Generator[tuple[int, NamedTensors], None, None]:
-        for index in indices.tolist():
-            with broken_media_as_cache_error():
-                entry = encoders.encode_text(texts[index])
-            yield index, entry
-
-    return make
-
-
 @contextmanager
-def broken_media_as_cache_error() -> Generator[None, None, None]:
+def _broken_media_as_cache_error() -> Generator[None, None, None]:
     """Convert BrokenMediaError of a file that passed staging into a CacheError with the remedy: a stricter check."""
     try:
         yield

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,20 +22,8 @@ from supertuner.core.events import MeasurementEvent, NullSink
 from supertuner.data.cache_policy import CacheMode
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.sample_order import SampleDraws
-from supertuner.train.encoding.cache_plan import (
-    CACHE_KINDS,
-    CacheKind,
-    CacheRequirements,
-    media_keys,
-    relative_job_sizes,
-)
-from supertuner.train.encoding.encoders import (
-    LazyDecoderPool,
-    LazyEncoders,
-    media_entry_maker,
-    text_entry_maker,
-    text_inputs_for,
-)
+from supertuner.train.encoding import cache_plan as plans
+from supertuner.train.encoding.encoders import LazyEncoders, text_inputs_for
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -71,10 +60,9 @@ class EpochCaches:
 class EpochCacheBuilder:
     """Encodes an epoch's own entries; EpochRotation calls it on a background thread."""
 
-    requirements: CacheRequirements
-    locations: dict[CacheKind, CacheLocation | None]
+    requirements: plans.CacheRequirements
+    locations: dict[plans.CacheKind, CacheLocation | None]
     """Where entries of a kind are written; None if that kind is not cached."""
-    decoders: LazyDecoderPool
     encoders: LazyEncoders
     begin: int
     """The position at which the run begins or resumes."""
@@ -102,7 +90,7 @@ class EpochCacheBuilder:
 
     def remove_leftovers(self, keep: Sequence[int]) -> None:
         """Remove arenas that a killed run with the same settings left for epochs other than `keep`."""
-        for kind in CACHE_KINDS:
+        for kind in plans.CACHE_KINDS:
             location, namespace = self.locations[kind], self.requirements.namespace(kind)
             if location is None:
                 continue
@@ -116,15 +104,13 @@ class EpochCacheBuilder:
                         continue  # another process uses it or has removed it
 
     def _build_kind(
-        self, kind: CacheKind, epoch: int, draws: SampleDraws, stop: Callable[[], bool]
+        self, kind: plans.CacheKind, epoch: int, draws: SampleDraws, stop: Callable[[], bool]
     ) -> EpochEntries | None:
         location, namespace = self.locations[kind], self.requirements.namespace(kind)
         rows = self._refreshed_rows(kind, draws)
         if location is None or not len(rows):
             return None
-        create_request = self._media_request if kind == "latents" else self._text_request
-        request = create_request(epoch, draws.take(rows))
-        begin = int(draws.position[0])
+        request, begin = self._request(kind, epoch, draws.take(rows)), int(draws.position[0])
         context = self.context if begin <= self.begin else replace(self.context, progress=NullSink())
         store = CacheStore(location, namespace, context, name=self._arena_name(namespace, epoch))
         try:
@@ -138,24 +124,20 @@ class EpochCacheBuilder:
         refs[rows] = store.find(request.keys)
         return EpochEntries(store, begin, refs)
 
-    def _media_request(self, epoch: int, jobs: SampleDraws) -> EntryRequest:
-        corpus = self.requirements.corpus
-        make = media_entry_maker(corpus, jobs, self.decoders, self.encoders)
-        keys = media_keys(corpus, jobs, self.requirements.media_namespace)
-        return EntryRequest(keys, make, relative_job_sizes(corpus, jobs), f"encoding samples of epoch {epoch}")
+    def _request(self, kind: plans.CacheKind, epoch: int, jobs: SampleDraws) -> EntryRequest:
+        corpus, namespace = self.requirements.corpus, self.requirements.namespace(kind)
+        if kind == "latents":
+            keys = plans.media_keys(corpus, jobs, namespace)
+            return plans.media_request(self.encoders, jobs, keys, f"encoding samples of epoch {epoch}")
+        texts = text_inputs_for(corpus, jobs)
+        keys = namespace.entry_keys(text.cache_key_bytes() for text in texts)
+        make = partial(self.encoders.make_texts, texts)
+        return EntryRequest(keys, make, title=f"encoding captions of epoch {epoch}")
 
-    def _text_request(self, epoch: int, jobs: SampleDraws) -> EntryRequest:
-        texts = text_inputs_for(self.requirements.corpus, jobs)
-        keys = self.requirements.text_namespace.entry_keys(text.cache_key_bytes() for text in texts)
-        return EntryRequest(keys, text_entry_maker(texts, self.encoders), title=f"encoding captions of epoch {epoch}")
-
-    def _refreshed_rows(self, kind: CacheKind, draws: SampleDraws) -> NDArray[np.intp]:
+    def _refreshed_rows(self, kind: plans.CacheKind, draws: SampleDraws) -> NDArray[np.intp]:
         """Rows of `draws` whose dataset refreshes entries of a kind each epoch."""
-        policies = self.requirements.policies
-        modes = [policy.media_mode if kind == "latents" else policy.text_mode for policy in policies]
-        is_refreshed = np.array(
-            [modes[group.dataset_index] is CacheMode.EACH_EPOCH for group in self.requirements.corpus.order.groups]
-        )
+        modes, groups = self.requirements.modes(kind), self.requirements.corpus.order.groups
+        is_refreshed = np.array([modes[group.dataset_index] is CacheMode.EACH_EPOCH for group in groups])
         return np.flatnonzero(is_refreshed[draws.group])
 
     def _arena_name(self, namespace: CacheNamespace, epoch: int | str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,19 +31,13 @@ from supertuner.core.errors import ArenaMissingError
 from supertuner.core.types import JSON
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.sample_order import SampleDraws
+from supertuner.train.encoding import cache_plan as plans
 from supertuner.train.encoding.cache_lookup import EntryTables, LatentTable
-from supertuner.train.encoding.cache_plan import (
-    CacheKind,
-    CachePlan,
-    CacheRequirements,
-    CaptionTable,
-    MediaPlan,
-    TextPlan,
-)
 from supertuner.train.encoding.encoders import TextInput
 
 T = TypeVar("T")
-
+Columns: TypeAlias = dict[str, NDArray[Any]]
+"""Name → values of a table in an arena."""
 NO_REFERENCE = -1
 
 
@@ -57,16 +51,30 @@ class EncodingCoordinator:
     title: str
     """Distinguishes these caches from all others that the run opens."""
 
-    def share_plan(self, corpus: Corpus, build_plan: Callable[[], CachePlan]) -> ArenaReader:
+    def share_plan(self, corpus: Corpus, build_plan: Callable[[], plans.CachePlan]) -> ArenaReader:
         """An arena with the plan, which the first process builds. Keep it open until `wait_until_opened` returns."""
-        return self._build_once("plan", lambda name: _write_plan_arena(self.home, name, corpus, build_plan()))
 
-    def share_tables(self, plan: CachePlan, media: CacheEntries, text: CacheEntries) -> ArenaReader:
+        def write(name: str) -> ArenaReader:
+            plan = build_plan()
+            jobs, media_keys, text_keys = plan.media.jobs, plan.media.keys, plan.text_keys
+            columns: Columns = {"group": jobs.group, "sample": jobs.sample, "cycle": jobs.cycle}
+            columns |= {"media_keys": _keys_to_bytes(media_keys), "text_keys": _keys_to_bytes(text_keys)}
+            columns |= _text_columns(corpus, plan.text.texts)
+            return _write_arena(self.home, name, "plan of caches", columns, plan)
+
+        return self._build_once("plan", write)
+
+    def share_tables(self, plan: plans.CachePlan, media: CacheEntries, text: CacheEntries) -> ArenaReader:
         """An arena with the lookup tables, which the first process computes. The stores of all processes show the same
         arenas in the same order, so that its refs are valid in each of them."""
-        return self._build_once("tables", lambda name: _write_tables_arena(self.home, name, plan, media, text))
 
-    def announce_store(self, kind: CacheKind, store: CacheStore) -> None:
+        def write(name: str) -> ArenaReader:
+            columns = {"media_refs": media.find(plan.media.keys), "text_refs": text.find(plan.text_keys)}
+            return _write_arena(self.home, name, "tables of caches", columns, plan)
+
+        return self._build_once("tables", write)
+
+    def announce_store(self, kind: plans.CacheKind, store: CacheStore) -> None:
         """Called by the first process when its store contains all entries of a kind."""
         self.context.peers.publish(f"{self.title}: {kind}", json.dumps(store.arenas).encode())
 
@@ -87,8 +95,8 @@ class EncodingCoordinator:
 
     def open_store_as_helper(
         self,
-        requirements: CacheRequirements,
-        kind: CacheKind,
+        requirements: plans.CacheRequirements,
+        kind: plans.CacheKind,
         placement: CachePlacement,
         create_request: Callable[[], EntryRequest],
     ) -> CacheStore:
@@ -107,22 +115,15 @@ class EncodingCoordinator:
             stores = [(primary, create_request)]
             if placement.working_copy is not None:
                 stores.append((stack.enter_context(open_store(placement.working_copy, arenas=())), copy_request))
-            arenas = self._help_until_ready(
-                kind, lambda: any(store.help_fill(make_request) for store, make_request in stores)
-            )
+            peers, title = self.context.peers, f"following the process of this node that prepares {kind}"
+            with self.context.progress.phase(title) as phase:
+                while (content := peers.read_published(f"{self.title}: {kind}")) is None:
+                    if not any(store.help_fill(make_request) for store, make_request in stores):
+                        peers.check_peers()
+                        phase.advance()
+                        time.sleep(POLL_S)
+            arenas = json.loads(content)
         return self._attach(lambda: open_store(placement.working_copy or placement.primary, arenas=arenas))
-
-    def _help_until_ready(self, kind: CacheKind, help_once: Callable[[], bool]) -> list[str]:
-        """Encode with the first process until its store is complete; returns the names of the store's arenas."""
-        peers = self.context.peers
-        with self.context.progress.phase(f"following the process of this node that prepares {kind}") as phase:
-            while (content := peers.read_published(f"{self.title}: {kind}")) is None:
-                if not help_once():
-                    peers.check_peers()
-                    phase.advance()
-                    time.sleep(POLL_S)
-        names: list[str] = json.loads(content)
-        return names
 
     def _build_once(self, artifact: str, build: Callable[[str], ArenaReader]) -> ArenaReader:
         """The first process builds the arena and publishes its name; the others wait for it and attach."""
@@ -173,15 +174,15 @@ class MappedTextInputs(Sequence[TextInput]):
         return TextInput.for_sample(caption, references, int(self._sample[index]))
 
 
-def map_plan(corpus: Corpus, reader: ArenaReader) -> CachePlan:
+def map_plan(corpus: Corpus, reader: ArenaReader) -> plans.CachePlan:
     """The plan in an arena. It stays valid after the reader is closed."""
     meta: Mapping[str, Any] = reader.meta
-    group = reader.table("group")
+    group, media_keys = reader.table("group"), _bytes_to_keys(reader.table("media_keys"))
     unused = np.broadcast_to(np.int64(0), group.shape)
     jobs = SampleDraws(unused, unused, group, reader.table("sample"), reader.table("cycle"))
-    media = MediaPlan(jobs, _bytes_to_keys(reader.table("media_keys")), tuple(meta["begins"]), tuple(meta["turns"]))
-    text = TextPlan(MappedTextInputs(corpus, reader), _map_caption_tables(corpus, reader))
-    return CachePlan(media, text, _bytes_to_keys(reader.table("text_keys")))
+    media = plans.MediaPlan(jobs, media_keys, tuple(meta["begins"]), tuple(meta["turns"]))
+    text = plans.TextPlan(MappedTextInputs(corpus, reader), _map_caption_tables(corpus, reader))
+    return plans.CachePlan(media, text, _bytes_to_keys(reader.table("text_keys")))
 
 
 def map_tables(corpus: Corpus, reader: ArenaReader) -> EntryTables:
@@ -191,32 +192,7 @@ def map_tables(corpus: Corpus, reader: ArenaReader) -> EntryTables:
     return EntryTables(latents, _map_caption_tables(corpus, reader), reader.table("text_refs"))
 
 
-def _write_plan_arena(home: ArenaHome, name: str, corpus: Corpus, plan: CachePlan) -> ArenaReader:
-    jobs = plan.media.jobs
-    columns: dict[str, NDArray[Any]] = {
-        "group": jobs.group,
-        "sample": jobs.sample,
-        "cycle": jobs.cycle,
-        "media_keys": _keys_to_bytes(plan.media.keys),
-        "text_keys": _keys_to_bytes(plan.text_keys),
-        **_text_columns(corpus, plan.text.texts),
-    }
-    return _write_arena(home, name, "plan of caches", columns, plan)
-
-
-def _write_tables_arena(
-    home: ArenaHome, name: str, plan: CachePlan, media: CacheEntries, text: CacheEntries
-) -> ArenaReader:
-    columns: dict[str, NDArray[Any]] = {
-        "media_refs": media.find(plan.media.keys),
-        "text_refs": text.find(plan.text_keys),
-    }
-    return _write_arena(home, name, "tables of caches", columns, plan)
-
-
-def _write_arena(
-    home: ArenaHome, name: str, holds: str, columns: Mapping[str, NDArray[Any]], plan: CachePlan
-) -> ArenaReader:
+def _write_arena(home: ArenaHome, name: str, holds: str, columns: Columns, plan: plans.CachePlan) -> ArenaReader:
     """Write `columns` and the plan's caption tables into an arena that is removed when its last reader closes it."""
     with home.build(name, life="run") as build:
         for column, values in columns.items():
@@ -228,42 +204,31 @@ def _write_arena(
                 build.put_table(f"first-{number}", table.offsets)
                 build.put_table(f"numbers-{number}", table.text_indices)
                 build.put_table(f"empty-{number}", table.empty_text_indices)
-        build.seal(
-            {
-                "holds": holds,
-                "begins": list(plan.media.job_offsets),
-                "turns": list(plan.media.variations),
-                "caption_turns": caption_variations,
-            }
-        )
+        begins, turns = list(plan.media.job_offsets), list(plan.media.variations)
+        build.seal({"holds": holds, "begins": begins, "turns": turns, "caption_turns": caption_variations})
         return home.attach(name)
 
 
-def _map_caption_tables(corpus: Corpus, reader: ArenaReader) -> tuple[CaptionTable | None, ...]:
+def _map_caption_tables(corpus: Corpus, reader: ArenaReader) -> tuple[plans.CaptionTable | None, ...]:
     meta: Mapping[str, Any] = reader.meta
-    tables: list[CaptionTable | None] = []
+    tables: list[plans.CaptionTable | None] = []
     for number, (dataset, variations) in enumerate(zip(corpus.datasets, meta["caption_turns"], strict=True)):
         if variations is None:
             tables.append(None)
             continue
         offsets, text_indices, empty = (reader.table(f"{column}-{number}") for column in ("first", "numbers", "empty"))
-        tables.append(CaptionTable(dataset, offsets, text_indices, variations, empty))
+        tables.append(plans.CaptionTable(dataset, offsets, text_indices, variations, empty))
     return tuple(tables)
 
 
-def _text_columns(corpus: Corpus, texts: Sequence[TextInput]) -> dict[str, NDArray[Any]]:
-    dataset_by_references = {
-        id(dataset.references): number
-        for number, dataset in enumerate(corpus.datasets)
-        if dataset.references is not None
-    }
+def _text_columns(corpus: Corpus, texts: Sequence[TextInput]) -> Columns:
+    dataset_by_references = {id(dataset.references): number for number, dataset in enumerate(corpus.datasets)}
+    dataset_by_references[id(None)] = NO_REFERENCE
     encoded = [text.caption.encode() for text in texts]
     return {
         "text_offsets": np.concatenate([[0], np.cumsum([len(caption) for caption in encoded])]).astype(np.int64),
         "text_bytes": np.frombuffer(b"".join(encoded), np.uint8),
-        "text_dataset": np.array(
-            [dataset_by_references.get(id(text.references), NO_REFERENCE) for text in texts], np.int32
-        ),
+        "text_dataset": np.array([dataset_by_references[id(text.references)] for text in texts], np.int32),
         "text_sample": np.array([text.sample_index for text in texts], np.int64),
     }
 

@@ -22,7 +22,7 @@ from supertuner.core.errors import TrainError
 from supertuner.core.types import JSON
 from supertuner.models.adapters import attach as adapters
 from supertuner.models.spec import Expert, ModelSource
-from supertuner.step.window import evaluation_weights
+from supertuner.step.window import ExpertState, evaluation_weights
 from supertuner.train.checkpoint.atomic_folder import atomic_folder
 from supertuner.train.checkpoint.state import library_versions
 from supertuner.train.checkpoint.tensor_file import plan_tensor_file
@@ -39,29 +39,25 @@ def export(run: TrainingRun) -> list[Path]:
 
     Rank 0 writes and the other ranks return an empty list; sharded weights are gathered, for which all ranks call this.
     """
-    run_dir, experts = run.context.run_dir, range(len(run.expert_states))
+    run_dir = run.context.run_dir
     if run.process_group.rank != 0:
-        for number in experts:
-            if run.trainable_experts[run.expert_states[number].expert.name].shards is not None:
-                _export_expert(run, number, run_dir)  # takes part in the gathering, and writes nothing
+        for state in run.expert_states:
+            if run.trainable_experts[state.expert.name].shards is not None:
+                _export_expert(run, state, run_dir)  # takes part in the gathering, and writes nothing
         return []
     try:
         with atomic_folder(run_dir, EXPORTS_DIR, lambda existing, new: False) as folder:
-            names = [_export_expert(run, number, folder) for number in experts]
+            names = [_export_expert(run, state, folder) for state in run.expert_states]
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise TrainError(
-            f"{run_dir / EXPORTS_DIR} cannot be written: {reason}; free some space and start the same command again: "
-            "the last checkpoint has everything that was trained"
-        ) from error
+        remedy = "free some space and start the same command again: the last checkpoint has everything that was trained"
+        raise TrainError(f"{run_dir / EXPORTS_DIR} cannot be written: {reason}; {remedy}") from error
     return [run_dir / EXPORTS_DIR / name for name in names]
 
 
-def _export_expert(run: TrainingRun, number: int, folder: Path) -> str:
+def _export_expert(run: TrainingRun, state: ExpertState, folder: Path) -> str:
     """Write one expert into `folder`; returns the name of its file or folder."""
-    expert_state = run.expert_states[number]
-    expert, trainable = expert_state.expert, run.trainable_experts[expert_state.expert.name]
-    values = evaluation_weights(expert_state)
+    expert, trainable, values = state.expert, run.trainable_experts[state.expert.name], evaluation_weights(state)
     with nullcontext() if values is None else adapters.temporary_weights(trainable, values):
         if trainable.adapter_type == "full":
             adapters.save_full_weights(trainable, folder / expert.component, run.dtype)

@@ -59,23 +59,21 @@ class StreamedWeightRef:
     view: TensorView
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class OffloadedStorage:
     """One storage in host memory."""
 
-    __slots__ = ("__weakref__", "awaited", "device_bytes", "event", "fetched", "host_bytes", "pending_uses")
-
-    def __init__(self, device_bytes: torch.Tensor, host_bytes: torch.Tensor) -> None:
-        self.device_bytes: torch.Tensor | None = device_bytes
-        """Its bytes on the device; None while they are only in host memory."""
-        self.fetched = False
-        """Whether the device bytes were fetched back; False: they are still the original storage."""
-        self.host_bytes = host_bytes
-        self.event: TransferEvent = None
-        """Completion of the last copy, in either direction."""
-        self.awaited = False
-        """Whether the compute stream has waited for that event."""
-        self.pending_uses = 0
-        """Packed tensors of this storage that are not unpacked yet."""
+    device_bytes: torch.Tensor | None
+    """Its bytes on the device; None while they are only in host memory."""
+    host_bytes: torch.Tensor
+    event: TransferEvent
+    """Completion of the last copy, in either direction."""
+    fetched: bool = False
+    """Whether the device bytes were fetched back; False: they are still the original storage."""
+    awaited: bool = False
+    """Whether the compute stream has waited for that event."""
+    pending_uses: int = 0
+    """Packed tensors of this storage that are not unpacked yet."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -90,7 +88,7 @@ class ActivationOffloader:
     """Copies activations of blocks to host memory while they compute, and back before their backward passes."""
 
     def __init__(
-        self, transfer: DeviceTransfer, host_memory: HostMemoryPool, *, min_bytes: int, max_blocks_in_flight: int
+        self, transfer: DeviceTransfer, host_memory: HostMemoryPool, min_bytes: int, max_blocks_in_flight: int
     ) -> None:
         self._transfer, self._host_memory, self._min_bytes = transfer, host_memory, min_bytes
         self.max_blocks_in_flight = max_blocks_in_flight
@@ -162,17 +160,17 @@ class ActivationOffloader:
             self._host_memory.reset()
 
     def _send_to_host(self, device_bytes: torch.Tensor) -> OffloadedStorage:
-        storage = OffloadedStorage(device_bytes, self._host_memory.allocate(device_bytes.nbytes))
-        storage.event = self._transfer.copy_to_host([(storage.host_bytes, device_bytes)])
+        host_bytes = self._host_memory.allocate(device_bytes.nbytes)
+        event = self._transfer.copy_to_host([(host_bytes, device_bytes)])
+        storage = OffloadedStorage(device_bytes, host_bytes, event)
         self._live_storages += 1
         weakref.finalize(storage, self._on_storage_freed).atexit = False
         return storage
 
     def _fetch(self, storage: OffloadedStorage) -> None:
         storage.device_bytes = torch.empty_like(storage.host_bytes, device=self._transfer.device)
-        storage.event = self._transfer.copy_to_device(
-            [(storage.device_bytes, storage.host_bytes)], after=(storage.event,)
-        )
+        pair = storage.device_bytes, storage.host_bytes
+        storage.event = self._transfer.copy_to_device([pair], after=(storage.event,))
         storage.awaited, storage.fetched = False, True
 
     def _free_device_bytes(self, storage: OffloadedStorage) -> None:

@@ -41,31 +41,22 @@ class OffloadedExpert:
     """For weights and optimizer state, which last. Activations have a separate pool."""
     parameter_state: ParameterState
     ring: WeightRing
-    activation_offloader: ActivationOffloader
+    offloader: ActivationOffloader
     blocks: OffloadedBlocks | None
     optimizer_offload: PlannedOptimizerOffload | None
     unfollowed: tuple[str, ...]
     """Parts of the plan that are not followed, with reasons. Results are the same."""
 
-    @property
-    def offloads_activations(self) -> bool:
-        """Whether activations of any block are sent to host memory."""
-        return any(row.activations is ActivationPolicy.SEND for row in self.plan.blocks)
-
     def resident_parameters(self) -> list[nn.Parameter]:
         """Parameters that the plan keeps on the device."""
-        streamed_ids = {
-            id(parameter) for block in self.ring.streamed.values() for parameter in block.parameters.values()
-        }
+        streamed_ids = self.ring.parameter_ids()
         return [parameter for parameter in self.expert_state.module.parameters() if id(parameter) not in streamed_ids]
 
     def set_prefetch_depth(self, blocks: int) -> None:
         """Fetch this many blocks ahead from now on. Only between two windows."""
         self.ring.release_slots()
         self.ring.prefetch_depth = blocks
-        self.activation_offloader.max_blocks_in_flight = max(1, blocks)
-        if self.blocks is not None:
-            self.blocks.prefetch_depth = blocks
+        self.offloader.max_blocks_in_flight = max(1, blocks)
 
     def detach(self) -> None:
         """Stop following the plan; every tensor stays where it is. Only between two windows."""
@@ -74,12 +65,6 @@ class OffloadedExpert:
         if self.optimizer_offload is not None:
             self.optimizer_offload.remove()
         self.expert_state.optimizer_offload = None
-
-    def restore_to_device(self) -> None:
-        """Detach, and move everything to the device, as without a plan. Only between two windows."""
-        self.detach()
-        move_to_device(self.expert_state.module.parameters(), self.transfer.device)
-        self.parameter_state.move_to(self.transfer.device)
 
 
 def apply_plan(
@@ -104,45 +89,25 @@ def apply_plan(
     parameter_state = ParameterState(expert_state.optimizer, expert_state.ema)
     modules = [module.get_submodule(row.name) for row in rows]
     ring = WeightRing(dict(_build_streamed_blocks(module, modules, rows)), len(rows), plan.ahead, transfer)
-    activation_offloader = ActivationOffloader(
-        transfer, HostMemoryPool(transfer.device), min_bytes=min_offload_bytes, max_blocks_in_flight=max(1, plan.ahead)
-    )
+    offloader = ActivationOffloader(transfer, HostMemoryPool(transfer.device), min_offload_bytes, max(1, plan.ahead))
     blocks = None
     if ring.streamed or any(row.activations is not ActivationPolicy.KEEP for row in rows):
-        blocks = OffloadedBlocks(modules, [row.activations for row in rows], ring, activation_offloader, plan.ahead)
+        blocks = OffloadedBlocks(modules, [row.activations for row in rows], ring, offloader)
         blocks.install()
     for block in ring.streamed.values():
         block.move_to_host(host_buffers)
-    streamed_ids = {id(parameter) for block in ring.streamed.values() for parameter in block.parameters.values()}
+    streamed_ids = ring.parameter_ids()
     names = [name for name, parameter in expert_state.parameters.items() if id(parameter) in streamed_ids]
-    optimizer_offload = None
+    optimizer = None
     if names or plan.stepping is not OptimizerPlacement.GPU:
         pieces = _split_into_pieces(expert_state, modules)
-        optimizer_offload = PlannedOptimizerOffload(
-            expert_state.parameters,
-            expert_state.optimizer,
-            parameter_state,
-            plan.stepping,
-            parameters_by_piece=pieces,
-            host_weights=names,
-            transfer=transfer,
-            host_buffers=host_buffers,
-            invalidate_device_copies=ring.invalidate,
-            return_streamed_weights=blocks.return_weights if blocks is not None else _do_nothing,
+        optimizer = PlannedOptimizerOffload(
+            expert_state.parameters, parameter_state, plan.stepping, pieces, names, transfer, host_buffers, ring, blocks
         )
-        optimizer_offload.install()
-    expert_state.optimizer_offload = optimizer_offload
+        optimizer.install()
+    expert_state.optimizer_offload = optimizer
     offloaded = OffloadedExpert(
-        expert_state,
-        plan,
-        transfer,
-        host_buffers,
-        parameter_state,
-        ring,
-        activation_offloader,
-        blocks,
-        optimizer_offload,
-        unfollowed,
+        expert_state, plan, transfer, host_buffers, parameter_state, ring, offloader, blocks, optimizer, unfollowed
     )
     move_to_device(module.buffers(), transfer.device)
     if on_device:
@@ -164,25 +129,17 @@ def _match_blocks(module: nn.Module, plan: MemoryPlan) -> tuple[list[BlockPlan],
     """(rows of the plan that are blocks of the module, requests for other parts, which cannot be followed)."""
     modules_by_name = dict(module.named_modules())
     rows = [row for row in plan.blocks if row.name in modules_by_name and row.name]
-    unknown_blocks = [
-        row.name for row in plan.blocks if row.name not in modules_by_name and not row.name.startswith("(")
-    ]
-    if unknown_blocks:
-        raise TrainError(
-            f"the plan belongs to another model: {type(module).__name__} has no block {unknown_blocks[0]} "
-            f"({len(unknown_blocks)} such blocks); make a new plan for this configuration"
-        )
+    other_rows = [row for row in plan.blocks if row.name not in modules_by_name]
+    if unknown := [row.name for row in other_rows if not row.name.startswith("(")]:
+        problem = f"{type(module).__name__} has no block {unknown[0]} ({len(unknown)} such blocks)"
+        raise TrainError(f"the plan belongs to another model: {problem}; make a new plan for this configuration")
     if len({id(modules_by_name[row.name]) for row in rows}) < len(rows):
         raise TrainError(f"the plan names a block of {type(module).__name__} twice; make a new plan")
     unfollowed = [
         f"{row.name}: {policy} is for blocks only; parameters around them stay, and their activations are kept"
-        for row in plan.blocks
-        if row.name not in modules_by_name
-        for policy, is_requested in (
-            (row.weights, row.weights is not WeightPlacement.GPU),
-            (row.activations, row.activations is not ActivationPolicy.KEEP),
-        )
-        if is_requested
+        for row in other_rows
+        for policy in (row.weights, row.activations)
+        if policy not in (WeightPlacement.GPU, ActivationPolicy.KEEP)
     ]
     return rows, tuple(unfollowed)
 
@@ -231,9 +188,6 @@ def _split_into_pieces(expert_state: ExpertState, modules: Sequence[nn.Module]) 
             pieces[-1].append(name)
             room_bytes -= nbytes
     return pieces
-
-
-def _do_nothing() -> None: ...
 
 
 def _disable_gradient_checkpointing(module: nn.Module) -> None:

@@ -58,9 +58,8 @@ class HostBuffers:
         """Start copying these to the device, after earlier copies to the host, which may be of the same buffers."""
         device_tensors = [torch.empty_like(buffer, device=self._transfer.device) for buffer in buffers]
         after = [] if self._last_event is None else [self._last_event]
-        return device_tensors, self._transfer.copy_to_device(
-            list(zip(device_tensors, buffers, strict=True)), after=after
-        )
+        pairs = list(zip(device_tensors, buffers, strict=True))
+        return device_tensors, self._transfer.copy_to_device(pairs, after)
 
     def synchronize(self) -> None:
         """Wait until the host may read everything that was copied to it."""

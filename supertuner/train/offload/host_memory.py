@@ -26,8 +26,6 @@ class HostMemoryPool:
         self._segments: list[torch.Tensor] = []
         self._used_bytes: list[int] = []
         """Used bytes of each segment, from its beginning."""
-        self.allocated_bytes = 0
-        """Bytes in use, each piece rounded up to the alignment."""
 
     @property
     def nbytes(self) -> int:
@@ -46,31 +44,26 @@ class HostMemoryPool:
             self._used_bytes.append(0)
         begin = self._used_bytes[number]
         self._used_bytes[number] += rounded
-        self.allocated_bytes += rounded
         return self._segments[number][begin : begin + nbytes]
 
     def reset(self) -> None:
         """Make all memory available again; pieces allocated before must not be used any more."""
         self._used_bytes = [0] * len(self._segments)
-        self.allocated_bytes = 0
 
     def _new_segment(self, nbytes: int) -> torch.Tensor:
-        wanted_bytes = max(
-            nbytes, min(max(MIN_SEGMENT_BYTES, self.nbytes), max(MAX_SEGMENT_BYTES, PIECES_PER_SEGMENT * nbytes))
-        )
+        limit_bytes = max(MAX_SEGMENT_BYTES, PIECES_PER_SEGMENT * nbytes)
+        wanted_bytes = max(nbytes, min(max(MIN_SEGMENT_BYTES, self.nbytes), limit_bytes))
         size = 1 << (wanted_bytes - 1).bit_length()
         # Pinned memory begins at a page, so it needs no extra bytes to align; they would double its size.
+        padding = 0 if self._pinned else ALIGNMENT
         try:
-            segment = torch.empty(
-                size if self._pinned else size + ALIGNMENT, dtype=torch.uint8, pin_memory=self._pinned
-            )
+            segment = torch.empty(size + padding, dtype=torch.uint8, pin_memory=self._pinned)
         except RuntimeError as error:  # from CUDA, which pins the memory, or from the host allocator
-            memory_kind = "pinned host memory" if self._pinned else "host memory"
-            raise TrainError(
-                f"{bytes_text(size)} of {memory_kind} cannot be allocated besides the {bytes_text(self.nbytes)} that "
-                f"the plan uses there: {str(error).splitlines()[0]}; free some, or keep more on the GPU: "
-                'plan.activations: "recompute", plan.weights: "gpu", plan.optimizer: "gpu"'
-            ) from error
+            memory, used = "pinned host memory" if self._pinned else "host memory", bytes_text(self.nbytes)
+            problem = f"{bytes_text(size)} of {memory} cannot be allocated besides the {used} that the plan uses there"
+            settings = 'plan.activations: "recompute", plan.weights: "gpu", plan.optimizer: "gpu"'
+            remedy = f"free some, or keep more on the GPU: {settings}"
+            raise TrainError(f"{problem}: {str(error).splitlines()[0]}; {remedy}") from error
         begin = -segment.data_ptr() % ALIGNMENT
         return segment[begin : begin + size]
 

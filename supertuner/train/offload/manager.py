@@ -16,15 +16,9 @@ from supertuner.core.types import bytes_text
 from supertuner.models import loading
 from supertuner.models.blocks import named_blocks
 from supertuner.models.spec import Expert, ModelDescription
+from supertuner.plan.placement import replan as replanning
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.plan.placement.planner import ExpertPlan, RunPlanner, plan_without_forecast
-from supertuner.plan.placement.replan import (
-    PlanAssumptions,
-    PlanObservation,
-    PrefetchDistance,
-    TransferCounters,
-    describe_drift,
-)
 from supertuner.step.expert_swap import ExpertSwap
 from supertuner.step.parameter_state import HOST
 from supertuner.step.window import ExpertState
@@ -38,12 +32,11 @@ def plan_experts(
     config: RunConfig, model: ModelDescription, experts: Sequence[Expert], planner: RunPlanner | None
 ) -> dict[str, ExpertPlan]:
     """Expert → its plan, with the settings of `plan` applied. Experts without a plan are absent."""
-    planned_by_expert = {}
+    planned_by_expert, recompute = {}, config.train.gradient_checkpointing
     for expert in experts:
         blocks = list(named_blocks(loading.build_meta_module(model, expert.component)))
         planned = None if planner is None else planner.initial_plan(expert.name)
         if planned is None:
-            recompute = config.train.gradient_checkpointing
             planned = plan_without_forecast(config.plan, blocks, phase=f"train {expert.name}", recompute=recompute)
         if planned is not None:
             planned_by_expert[expert.name] = planned
@@ -63,31 +56,27 @@ def loading_device(config: RunConfig, planned: ExpertPlan | None, device: torch.
     return HOST if streamed or planned.plan.idle_at_home or averages_on_host else device
 
 
-ReplanFunction = Callable[[str, PlanAssumptions, PlanObservation], ExpertPlan | None]
+ReplanFunction = Callable[[str, replanning.PlanAssumptions, replanning.PlanObservation], ExpertPlan | None]
 """(expert, assumptions of its plan, observations) → a new plan; None: no other plan can be made."""
+
+
+def _nothing_observed() -> replanning.PlanObservation:
+    return replanning.PlanObservation(0, 0, 0.0, replanning.TransferCounters())
 
 
 @dataclass(slots=True)
 class _PlanMonitor:
     """What was observed of one expert since its plan was last checked."""
 
-    basis: PlanAssumptions
-    distance: PrefetchDistance
+    basis: replanning.PlanAssumptions
+    distance: replanning.PrefetchDistance
     check_every: int
     """Windows until the next check; doubled each time that re-planning gave the same plan."""
-    windows: int = 0
-    samples: int = 0
-    seconds: float = 0.0
-    counters: TransferCounters = field(default_factory=TransferCounters)
+    observed: replanning.PlanObservation = field(default_factory=_nothing_observed)
     just_entered: bool = False
     """Whether training has just switched to this expert: its first complete window is checked."""
     replanned_on_entry: bool = False
     """Whether it was re-planned at the first switch to it; later checks only compare."""
-
-    def take_observation(self) -> PlanObservation:
-        observed = PlanObservation(self.windows, self.samples, self.seconds, self.counters)
-        self.windows, self.samples, self.seconds, self.counters = 0, 0, 0.0, TransferCounters()
-        return observed
 
 
 class OffloadManager:
@@ -113,9 +102,7 @@ class OffloadManager:
         self.expert_swap = ExpertSwap()
         self._last_expert: str | None = None
         self._refusal: str | None = None
-        self._swaps_experts = len(planned) > 1 and all(
-            expert_plan.plan.idle_at_home for expert_plan in planned.values()
-        )
+        self._swaps_experts = len(planned) > 1 and all(one.plan.idle_at_home for one in planned.values())
         for name, expert_plan in planned.items():
             self._apply_plan(name, expert_plan)
 
@@ -131,11 +118,8 @@ class OffloadManager:
             self._transfer.take_counters()
             monitor.just_entered = True
             return
-        monitor.windows, monitor.samples, monitor.seconds = (
-            monitor.windows + 1, monitor.samples + samples, monitor.seconds + seconds
-        )  # fmt: skip
-        _add_counters(monitor.counters, self._transfer.take_counters())
-        if monitor.windows >= monitor.check_every or monitor.just_entered or self._refusal is not None:
+        monitor.observed = _add_window(monitor.observed, samples, seconds, self._transfer.take_counters())
+        if monitor.observed.windows >= monitor.check_every or monitor.just_entered or self._refusal is not None:
             self._review_plan(expert, monitor)
 
     def optimizer_state_device(self, expert: str) -> torch.device | None:
@@ -149,16 +133,13 @@ class OffloadManager:
 
     def _review_plan(self, expert: str, monitor: _PlanMonitor) -> None:
         """Compare the plan with what was observed: keep it, adjust its prefetch distance, or replace it."""
-        observed, refusal = monitor.take_observation(), self._refusal
-        first_entry, self._refusal, monitor.just_entered = (
-            monitor.just_entered and not monitor.replanned_on_entry,
-            None,
-            False,
-        )
+        observed, refusal = monitor.observed, self._refusal
+        first_entry = monitor.just_entered and not monitor.replanned_on_entry
+        monitor.observed, self._refusal, monitor.just_entered = _nothing_observed(), None, False
         monitor.replanned_on_entry |= first_entry
         old = self.offloaded_experts[expert].plan
         may_drift = self._replan is not None and not old.keeps_all_on_gpu  # no plan is faster than one without copies
-        reason = refusal or (describe_drift(monitor.basis, observed) if may_drift else None)
+        reason = refusal or (replanning.describe_drift(monitor.basis, observed) if may_drift else None)
         if reason is None and first_entry and may_drift:
             reason = f"training switched to {expert}"
         monitor.basis = monitor.basis.with_sample_time(observed)
@@ -167,24 +148,18 @@ class OffloadManager:
             return
         planned = None if self._replan is None else self._replan(expert, monitor.basis, observed)
         if planned is None:
-            self._sink.emit(
-                WarningEvent(f"plan.{expert}", f"{reason}; no other plan can be made here, so this one stays")
-            )
-            monitor.basis = PlanAssumptions(
+            text = f"{reason}; no other plan can be made here, so this one stays"
+            self._sink.emit(WarningEvent(f"plan.{expert}", text))
+            monitor.basis = replanning.PlanAssumptions(
                 observed.to_device_bytes_s, observed.to_host_bytes_s, observed.waiting_share, None, observed.sample_s
             )
         elif _is_same_plan(planned.plan, old):
             self._sink.emit(NoteEvent(f"plan.{expert}", f"{reason}; re-planning gives the same plan"))
-            self._monitors[expert] = _PlanMonitor(
-                planned.assumptions,
-                monitor.distance,
-                2 * monitor.check_every,
-                replanned_on_entry=monitor.replanned_on_entry,
-            )
+            monitor.basis, monitor.check_every = planned.assumptions, 2 * monitor.check_every
         else:
             self._replace_plan(expert, planned, reason)
 
-    def _adjust_prefetch(self, expert: str, monitor: _PlanMonitor, observed: PlanObservation) -> None:
+    def _adjust_prefetch(self, expert: str, monitor: _PlanMonitor, observed: replanning.PlanObservation) -> None:
         monitor.distance, reason = monitor.distance.adjusted(observed)
         if reason is not None:
             monitor.basis = replace(monitor.basis, sample_s=None)  # the old time per sample no longer applies
@@ -199,28 +174,19 @@ class OffloadManager:
         self._monitors[expert].replanned_on_entry = replanned_on_entry
 
     def _apply_plan(
-        self, expert: str, planned: ExpertPlan, reason: str | None = None, host_buffers: HostBuffers | None = None
+        self, expert: str, planned: ExpertPlan, reason: str | None = None, buffers: HostBuffers | None = None
     ) -> None:
         plan, is_swapped = planned.plan, self._swaps_experts and planned.plan.idle_at_home
-        offloaded = apply_plan(
-            self._expert_states[expert],
-            plan,
-            self._transfer,
-            on_device=not is_swapped,
-            host_buffers=host_buffers,
-            min_offload_bytes=self._min_offload_bytes,
+        state, min_bytes = self._expert_states[expert], self._min_offload_bytes
+        offloaded = self.offloaded_experts[expert] = apply_plan(
+            state, plan, self._transfer, on_device=not is_swapped, host_buffers=buffers, min_offload_bytes=min_bytes
         )
-        self.offloaded_experts[expert] = offloaded
         if is_swapped:
             self.expert_swap.add(expert, PlannedSwappableExpert(offloaded))
-        max_depth = (
-            min(planned.max_ahead, len(plan.blocks))
-            if offloaded.ring.streamed or offloaded.offloads_activations
-            else plan.ahead
-        )
-        self._monitors[expert] = _PlanMonitor(
-            planned.assumptions, PrefetchDistance(plan.ahead, max_depth), self._check_every
-        )
+        sends = any(row.activations is ActivationPolicy.SEND for row in plan.blocks)
+        max_ahead = min(planned.max_ahead, len(plan.blocks)) if offloaded.ring.streamed or sends else plan.ahead
+        distance = replanning.PrefetchDistance(plan.ahead, max_ahead)
+        self._monitors[expert] = _PlanMonitor(planned.assumptions, distance, self._check_every)
         reasons = "; ".join((*([reason] if reason else []), *plan.reasons)) or "planned"
         self._sink.emit(DecisionEvent(f"plan.{expert}", plan_summary(plan), reasons))
         for line in offloaded.unfollowed:
@@ -235,12 +201,10 @@ def plan_summary(plan: MemoryPlan) -> str:
     if plan.keeps_all_on_gpu:
         return "everything stays on the device"
     parts = []
-    streamed = sum(block.weights is WeightPlacement.STREAMED for block in plan.blocks)
-    if streamed:
+    if streamed := sum(block.weights is WeightPlacement.STREAMED for block in plan.blocks):
         parts.append(f"weights of {streamed} blocks streamed, {plan.ahead} ahead")
     for policy, word in ((ActivationPolicy.SEND, "sent"), (ActivationPolicy.RECOMPUTE, "recomputed")):
-        count = sum(block.activations is policy for block in plan.blocks)
-        if count:
+        if count := sum(block.activations is policy for block in plan.blocks):
             parts.append(f"activations of {count} blocks {word}")
     parts.append(f"optimizer: {plan.stepping}")
     if plan.idle_at_home:
@@ -251,11 +215,14 @@ def plan_summary(plan: MemoryPlan) -> str:
 def _is_same_plan(one: MemoryPlan, other: MemoryPlan) -> bool:
     """Whether two plans place everything equally; reasons and modelled times may differ."""
     rows = [[(block.name, block.weights, block.activations) for block in plan.blocks] for plan in (one, other)]
-    return rows[0] == rows[1] and replace(one, blocks=(), modelled=None, reasons=(), machine="") == replace(
-        other, blocks=(), modelled=None, reasons=(), machine=""
-    )
+    rests = [replace(plan, blocks=(), modelled=None, reasons=(), machine="") for plan in (one, other)]
+    return rows[0] == rows[1] and rests[0] == rests[1]
 
 
-def _add_counters(total: TransferCounters, more: TransferCounters) -> None:
-    for name in TransferCounters.__slots__:
-        setattr(total, name, getattr(total, name) + getattr(more, name))
+def _add_window(
+    total: replanning.PlanObservation, samples: int, seconds: float, counters: replanning.TransferCounters
+) -> replanning.PlanObservation:
+    names = replanning.TransferCounters.__slots__
+    sums = {name: getattr(total.counters, name) + getattr(counters, name) for name in names}
+    counters = replanning.TransferCounters(**sums)
+    return replanning.PlanObservation(total.windows + 1, total.samples + samples, total.seconds + seconds, counters)

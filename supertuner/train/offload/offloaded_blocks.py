@@ -21,16 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from supertuner.plan.placement.plan import ActivationPolicy
-from supertuner.train.offload.activations import (
-    ActivationOffloader,
-    BlockInputs,
-    OffloadedStorage,
-    OffloadedView,
-    StorageAddresses,
-    StreamedWeightRef,
-    TensorView,
-    iter_tensors,
-)
+from supertuner.train.offload import activations
 from supertuner.train.offload.param_storage import is_plain, stored_tensors
 from supertuner.train.offload.prefetch_order import BlockPass, next_uses
 from supertuner.train.offload.weight_ring import WeightRing
@@ -56,14 +47,13 @@ class OffloadedBlocks:
     modules: Sequence[nn.Module]
     policies: Sequence[ActivationPolicy]
     ring: WeightRing
-    activation_offloader: ActivationOffloader
-    prefetch_depth: int
+    offloader: activations.ActivationOffloader
     current_pass: BlockPass = BlockPass.SAMPLING
     current_block: int = -1
     """The block that computes now."""
     _block_on_device: int | None = None
     """The streamed block whose device weights stay in place during its whole backward pass."""
-    _inputs: BlockInputs = field(default_factory=BlockInputs)
+    _inputs: activations.BlockInputs = field(default_factory=activations.BlockInputs)
     _original_calls: list[BlockCall] = field(default_factory=list)
 
     def install(self) -> None:
@@ -82,7 +72,7 @@ class OffloadedBlocks:
             module._compiled_call_impl = None if inner == module._call_impl else inner
         self._original_calls.clear()
         self.return_weights()
-        self.activation_offloader.release_all_blocks()
+        self.offloader.release_all_blocks()
         self.ring.release_slots()
 
     # ── forward ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -90,7 +80,7 @@ class OffloadedBlocks:
     def _call_block(self, number: int, inner: BlockCall, *args: Any, **kwargs: Any) -> Any:
         with_gradients = torch.is_grad_enabled()
         if number == 0:
-            self.activation_offloader.release_all_blocks()
+            self.offloader.release_all_blocks()
         self._begin_block(number, BlockPass.FORWARD if with_gradients else BlockPass.SAMPLING)
         if not with_gradients:
             return self._run(number, inner, args, kwargs)
@@ -134,18 +124,16 @@ class OffloadedBlocks:
         sends, streamed = self.policies[number] is ActivationPolicy.SEND, number in self.ring.streamed
         if not sends and not streamed:
             return inner(*args, **kwargs)
-        storages: dict[int, OffloadedStorage] = {}
-        keep_addresses: StorageAddresses = set()
+        storages, keep_addresses = None, set[int]()
         if sends:
-            storages = self.activation_offloader.begin_block(number)
-            keep_addresses = self._inputs.shared_addresses(iter_tensors((args, kwargs))) | _storage_addresses(
-                self.modules[number]
-            )
-        pack = partial(self._pack, number, storages if sends else None, keep_addresses)
+            storages = self.offloader.begin_block(number)
+            keep_addresses = self._inputs.shared_addresses(activations.iter_tensors((args, kwargs)))
+            keep_addresses |= _storage_addresses(self.modules[number])
+        pack = partial(self._pack, number, storages, keep_addresses)
         with saved_tensors_hooks(pack, self._unpack):
             output = self._run(number, inner, args, kwargs)
         if sends:
-            self.activation_offloader.end_block(number)
+            self.offloader.end_block(number)
         return output
 
     # ── saved tensors ────────────────────────────────────────────────────────────────────────────────────────────
@@ -153,8 +141,8 @@ class OffloadedBlocks:
     def _pack(
         self,
         number: int,
-        storages: dict[int, OffloadedStorage] | None,
-        keep_addresses: StorageAddresses,
+        storages: dict[int, activations.OffloadedStorage] | None,
+        keep_addresses: activations.StorageAddresses,
         tensor: torch.Tensor,
     ) -> Any:
         if number in self.ring.streamed:
@@ -163,13 +151,13 @@ class OffloadedBlocks:
                 parts = {name: self._pack(number, None, keep_addresses, getattr(tensor, name)) for name in names}
                 return _PackedSubclass(type(tensor), context, parts, tensor.shape, tensor.stride())
             if self.ring.is_in_slot(tensor):
-                return StreamedWeightRef(number, TensorView.from_tensor(tensor))
-        return tensor if storages is None else self.activation_offloader.pack(number, tensor, storages, keep_addresses)
+                return activations.StreamedWeightRef(number, activations.TensorView.from_tensor(tensor))
+        return tensor if storages is None else self.offloader.pack(number, tensor, storages, keep_addresses)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, OffloadedView):
-            return self.activation_offloader.unpack(packed)
-        if isinstance(packed, StreamedWeightRef):
+        if isinstance(packed, activations.OffloadedView):
+            return self.offloader.unpack(packed)
+        if isinstance(packed, activations.StreamedWeightRef):
             return packed.view.in_storage(self.ring.block_storage(packed.block, BlockPass.BACKWARD))
         if isinstance(packed, _PackedSubclass):
             parts = {name: self._unpack(part) for name, part in packed.parts.items()}
@@ -184,8 +172,8 @@ class OffloadedBlocks:
 
     def _register_backward_hooks(self, number: int, output: Any, inputs: Any) -> None:
         """Detect the start of the block's backward pass: outputs that are its inputs passed through are ignored."""
-        input_ids = set(map(id, iter_tensors(inputs)))
-        for tensor in iter_tensors(output):
+        input_ids = set(map(id, activations.iter_tensors(inputs)))
+        for tensor in activations.iter_tensors(output):
             if tensor.requires_grad and id(tensor) not in input_ids:
                 tensor.register_hook(partial(self._on_output_gradient, number))  # type: ignore[no-untyped-call]
 
@@ -198,16 +186,16 @@ class OffloadedBlocks:
         self.return_weights()
         if new_pass is BlockPass.BACKWARD:
             for finished in range(number + 1, len(self.modules)):
-                self.activation_offloader.release_block(finished)
+                self.offloader.release_block(finished)
         self.current_pass, self.current_block = new_pass, number
         self.ring.begin_block(number, new_pass)
         if new_pass is BlockPass.BACKWARD:
-            self.activation_offloader.prefetch_block(number)
+            self.offloader.prefetch_block(number)
             if number in self.ring.streamed and self.ring.streamed[number].trained:
                 self._hold_weights(number)
-        for use in next_uses(number, len(self.modules), new_pass, self.prefetch_depth):
+        for use in next_uses(number, len(self.modules), new_pass, self.ring.prefetch_depth):
             if use.backward:
-                self.activation_offloader.prefetch_block(use.block)
+                self.offloader.prefetch_block(use.block)
 
     def _hold_weights(self, number: int) -> None:
         """Keep a streamed block's weights on the device until another block begins, or the backward pass ends.
@@ -231,7 +219,7 @@ class OffloadedBlocks:
             self._block_on_device = None
 
 
-def _storage_addresses(module: nn.Module) -> StorageAddresses:
+def _storage_addresses(module: nn.Module) -> activations.StorageAddresses:
     """Storage addresses of the module's parameters and buffers."""
     tensors: Iterable[torch.Tensor] = (*module.parameters(), *module.buffers())
     return {stored.get().untyped_storage().data_ptr() for tensor in tensors for stored in stored_tensors(tensor)}

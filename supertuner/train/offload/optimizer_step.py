@@ -13,7 +13,7 @@ them are complete in their places, where checkpoints, averages and exports read 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,13 +22,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from supertuner.optim.optimizer_registry import ExpertOptimizer
 from supertuner.plan.placement.memory_needs import PER_PARAMETER_OPTIMIZERS
 from supertuner.plan.placement.plan import OptimizerPlacement
 from supertuner.step.parameter_state import HOST, BufferKey, ParameterState
 from supertuner.train.offload.host_buffers import HostBuffers
+from supertuner.train.offload.offloaded_blocks import OffloadedBlocks
 from supertuner.train.offload.param_storage import is_plain
 from supertuner.train.offload.transfer import DeviceTransfer, TransferEvent
+from supertuner.train.offload.weight_ring import WeightRing
 
 
 @dataclass(eq=False, slots=True)
@@ -46,7 +47,6 @@ class PlannedOptimizerOffload:
     """The optimizer offload of one expert under a plan. (`step.window.OptimizerOffload` documents the methods.)"""
 
     parameters: Mapping[str, nn.Parameter]
-    optimizer: ExpertOptimizer
     parameter_state: ParameterState
     placement: OptimizerPlacement
     parameters_by_piece: Sequence[Collection[str]]
@@ -55,10 +55,10 @@ class PlannedOptimizerOffload:
     """Names of parameters whose weights live in host memory, because their block is streamed."""
     transfer: DeviceTransfer
     host_buffers: HostBuffers
-    invalidate_device_copies: Callable[[], None]
-    """Called when weights in host memory have changed: device copies of them are out of date."""
-    return_streamed_weights: Callable[[], None]
-    """Called after the last backward pass: the last block's parameters point at host memory again."""
+    ring: WeightRing
+    """Its slots are out of date when weights in host memory have changed."""
+    blocks: OffloadedBlocks | None
+    """Its last block's parameters may point at the device after the last backward pass."""
     _host_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     """Gradients of this window in host memory."""
     _device_weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -82,7 +82,8 @@ class PlannedOptimizerOffload:
     # ── OptimizerOffload ─────────────────────────────────────────────────────────────────────────────────────────
 
     def gradients_ready(self) -> None:
-        self.return_streamed_weights()
+        if self.blocks is not None:
+            self.blocks.return_weights()
         changed = []
         host_stepped = self.parameters if self.placement is OptimizerPlacement.HOST else self._host_gradients
         for name in host_stepped:  # for a step on the host also parameters without gradient: their average is there
@@ -103,14 +104,12 @@ class PlannedOptimizerOffload:
             self.parameter_state.move_to(HOST)  # no copies, except for state that was created before the plan
             yield self.parameters
         elif self.placement is OptimizerPlacement.STREAMED or self.host_weights:
-            pieces = [names for names in self.parameters_by_piece if names]
-            yield from self._step_piece_by_piece(
-                pieces if self.optimizer.name in PER_PARAMETER_OPTIMIZERS else [tuple(self.parameters)]
-            )
+            per_parameter = self.parameter_state.optimizer.name in PER_PARAMETER_OPTIMIZERS
+            yield from self._step_piece_by_piece(self.parameters_by_piece if per_parameter else [self.parameters])
         else:
             yield self.parameters
         if self.host_weights:
-            self.invalidate_device_copies()
+            self.ring.invalidate()
 
     def end_window(self) -> None:
         pairs = []
@@ -161,7 +160,7 @@ class PlannedOptimizerOffload:
     @contextmanager
     def _limit_optimizer_to(self, names: Collection[str]) -> Iterator[None]:
         parameter_ids = {id(self.parameters[name]) for name in names}
-        groups = self.optimizer.torch_optimizer.param_groups
+        groups = self.parameter_state.optimizer.torch_optimizer.param_groups
         all_parameters = [group["params"] for group in groups]
         try:
             for group, parameters in zip(groups, all_parameters, strict=True):
@@ -173,12 +172,9 @@ class PlannedOptimizerOffload:
 
     def _start_fetch(self, names: Collection[str]) -> _PieceOnDevice:
         """Start fetching the tensors of these parameters that are in host memory."""
-        piece = _PieceOnDevice()
-        for name in names:
-            for key, tensor in self._host_tensors(name):
-                piece.keys.append(key)
-                piece.host_tensors.append(tensor)
-        if piece.keys:
+        entries = [entry for name in names for entry in self._host_tensors(name)]
+        piece = _PieceOnDevice([key for key, _ in entries], [tensor for _, tensor in entries])
+        if entries:
             piece.device_tensors, piece.event = self.host_buffers.copy_to_device(piece.host_tensors)
         return piece
 
@@ -210,19 +206,15 @@ class PlannedOptimizerOffload:
     def _send_to_host(self, names: Collection[str], piece: _PieceOnDevice) -> None:
         """Send changed weights and state back to host memory, and drop the gradients."""
         weights = []
-        for (name, role), host_tensor, device_tensor in zip(
-            piece.keys, piece.host_tensors, piece.device_tensors, strict=True
-        ):
+        rows = zip(piece.keys, piece.host_tensors, piece.device_tensors, strict=True)
+        for (name, role), host_tensor, device_tensor in rows:
             if role == "weight":
                 weights.append((host_tensor, device_tensor))
                 self.parameters[name].grad = None
                 self.parameters[name].data = host_tensor
         self.host_buffers.copy_to_host(weights)
-        if self.placement is OptimizerPlacement.STREAMED:
-            self._send_state_to_host(names)
-
-    def _send_state_to_host(self, names: Collection[str]) -> None:
-        """Send optimizer state and averages of these parameters to host memory."""
+        if self.placement is not OptimizerPlacement.STREAMED:
+            return
         pairs = []
 
         def host_copy(key: BufferKey, tensor: torch.Tensor) -> torch.Tensor:

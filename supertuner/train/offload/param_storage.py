@@ -18,38 +18,31 @@ class StoredTensor:
     """One plain tensor of a parameter."""
 
     owner: Any
-    attribute: str | None
-    """The attribute of `owner` that holds it; None: it is the data of `owner`, the parameter."""
+    """The parameter, or the tensor subclass that it consists of."""
+    attribute: str = "data"
+    """The attribute of `owner` that holds it."""
     role: str = "weight"
     """Its role in the parameter: `weight`, or e.g. `weight.qdata`."""
 
     def get(self) -> torch.Tensor:
-        tensor: torch.Tensor = self.owner.data if self.attribute is None else getattr(self.owner, self.attribute)
+        tensor: torch.Tensor = getattr(self.owner, self.attribute)
         return tensor
 
     def put(self, tensor: torch.Tensor) -> None:
         """Replace it by a tensor with the same shape and values, in any memory."""
-        if self.attribute is None:
-            self.owner.data = tensor
-        else:
-            setattr(self.owner, self.attribute, tensor)
+        setattr(self.owner, self.attribute, tensor)
 
 
-def stored_tensors(parameter: torch.Tensor) -> list[StoredTensor]:
+def stored_tensors(parameter: torch.Tensor, role: str = "weight") -> list[StoredTensor]:
     if is_plain(parameter):
-        return [StoredTensor(parameter, None)]
-    return _inner_tensors(parameter, "weight")
+        return [StoredTensor(parameter)]
+    names, _ = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
+    stored = []
+    for name in names:
+        part, inner_role = getattr(parameter, name), f"{role}.{name}"
+        stored += [StoredTensor(parameter, name, inner_role)] if is_plain(part) else stored_tensors(part, inner_role)
+    return stored
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
-
-
-def _inner_tensors(tensor: torch.Tensor, role: str) -> list[StoredTensor]:
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    stored = []
-    for name in names:
-        part = getattr(tensor, name)
-        inner_role = f"{role}.{name}"
-        stored += [StoredTensor(tensor, name, inner_role)] if is_plain(part) else _inner_tensors(part, inner_role)
-    return stored

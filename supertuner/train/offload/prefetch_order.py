@@ -9,7 +9,7 @@ replacement algorithms for a virtual-storage computer", IBM Systems Journal 5, 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum
 from itertools import islice
 from typing import NamedTuple
@@ -63,12 +63,10 @@ def uses_until(block: int, other: int, blocks: int, current_pass: BlockPass) -> 
             return other - block - 1 if other > block else blocks - 1 - block + other
 
 
-def block_to_evict(
-    loaded: Collection[int], block: int, blocks: int, current_pass: BlockPass, *, is_protected: Callable[[int], bool]
-) -> int | None:
-    """The loaded block whose next use is furthest away; None if all loaded blocks are protected.
+def block_to_evict(candidates: Collection[int], block: int, blocks: int, current_pass: BlockPass) -> int | None:
+    """The candidate whose next use is furthest away; None if there is none.
 
     `block`, which computes now, is never evicted. Ties go to the higher number, so that the choice is deterministic.
     """
-    candidates = [other for other in loaded if other != block and not is_protected(other)]
-    return max(candidates, key=lambda other: (uses_until(block, other, blocks, current_pass), other), default=None)
+    others = [other for other in candidates if other != block]
+    return max(others, key=lambda other: (uses_until(block, other, blocks, current_pass), other), default=None)

@@ -63,20 +63,15 @@ class PlannedSwappableExpert:
 
     def move_to_device(self) -> None:
         transfer = self.offloaded.transfer
-        targets = [stored for stored, _ in self._frozen]
-        host_tensors = [host_tensor for _, host_tensor in self._frozen]
-        for parameter in self._trained.values():
-            targets.append(StoredTensor(parameter, None))
-            host_tensors.append(parameter.data)
-        device_tensors = [torch.empty_like(host_tensor, device=self.device) for host_tensor in host_tensors]
-        transfer.wait_on_device(transfer.copy_to_device(list(zip(device_tensors, host_tensors, strict=True))))
-        for target, tensor in zip(targets, device_tensors, strict=True):
-            target.put(tensor)
-        first = len(self._frozen)
-        arrived = zip(self._trained.items(), host_tensors[first:], device_tensors[first:], strict=True)
+        trained = {name: (StoredTensor(p), p.data) for name, p in self._trained.items()}
+        entries = [*self._frozen, *trained.values()]
+        pairs = [(torch.empty_like(host, device=self.device), host) for _, host in entries]
+        transfer.wait_on_device(transfer.copy_to_device(pairs))
+        for (stored, _), (device_tensor, _) in zip(entries, pairs, strict=True):
+            stored.put(device_tensor)
         self._visits = {
-            name: _DeviceVisit(host_tensor, tensor, parameter._version)
-            for (name, parameter), host_tensor, tensor in arrived
+            name: _DeviceVisit(host, stored.get(), self._trained[name]._version)
+            for name, (stored, host) in trained.items()
         }
         if self.offloaded.plan.stepping is OptimizerPlacement.GPU:
             self.offloaded.parameter_state.move_to(self.device)

@@ -89,6 +89,10 @@ class WeightRing:
         largest = max((block.nbytes for block in self.streamed.values()), default=0)
         return largest * min(self.prefetch_depth + 1, len(self.streamed))
 
+    def parameter_ids(self) -> set[int]:
+        """Ids of all parameters that are streamed."""
+        return {id(parameter) for block in self.streamed.values() for parameter in block.parameters.values()}
+
     def begin_block(self, block: int, current_pass: BlockPass) -> None:
         """A block is about to compute: make sure that it is on the device, and start fetching the next ones."""
         if block in self.streamed:
@@ -174,29 +178,22 @@ class WeightRing:
         if len(used) < min(self.prefetch_depth + 1, len(self.streamed)):
             return self._new_slot(used)
         # A prefetch must not evict a block that is used as soon; the block that computes now may evict any other.
-        protected: set[int] = set()
-        if block != computing:
-            uses = next_uses(computing, self.block_count, current_pass, self.prefetch_depth)
-            protected = {use.block for use in uses}
-        evicted = block_to_evict(
-            list(self._contents), computing, self.block_count, current_pass, is_protected=protected.__contains__
-        )
+        uses = next_uses(computing, self.block_count, current_pass, self.prefetch_depth if block != computing else 0)
+        candidates = self._contents.keys() - {use.block for use in uses}
+        evicted = block_to_evict(candidates, computing, self.block_count, current_pass)
         return None if evicted is None else self._contents.pop(evicted).slot
 
     def _new_slot(self, used: set[int]) -> int:
         number = next(number for number in range(len(used) + 1) if number not in used)
         if number == len(self._slots):
-            largest = max(streamed_block.nbytes for streamed_block in self.streamed.values())
+            largest = max(streamed.nbytes for streamed in self.streamed.values())
             self._slots.append(torch.empty(largest, dtype=torch.uint8, device=self.transfer.device))
         return number
 
     def _slot_views(self, block: int) -> list[torch.Tensor]:
         slot = self._contents[block].slot
         if (block, slot) not in self._views:
-            streamed_block = self.streamed[block]
-            raw = self._slots[slot]
-            self._views[block, slot] = [
-                tensor_in_bytes(raw[begin : begin + stored.get().nbytes], stored.get())
-                for stored, begin in zip(streamed_block.stored, streamed_block.offsets, strict=True)
-            ]
+            pairs = zip(self.streamed[block].stored, self.streamed[block].offsets, strict=True)
+            places = [(self._slots[slot][begin:], stored.get()) for stored, begin in pairs]
+            self._views[block, slot] = [tensor_in_bytes(raw[: like.nbytes], like) for raw, like in places]
         return self._views[block, slot]

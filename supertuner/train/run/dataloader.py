@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
 import torch
 
@@ -28,6 +28,7 @@ from supertuner.models.objective.diffusion import TimestepDistribution, sample_n
 from supertuner.models.spec import Expert, Family, ModelDescription, Tensors
 from supertuner.optim.schedule import TrainingSchedule, active_expert_index
 from supertuner.step.batch import StepBatch
+from supertuner.train.encoding.cache_lookup import EncodedCorpus
 from supertuner.train.run.loss_weights import SampleLossWeights
 
 ORDER_CHUNK = 1024
@@ -48,24 +49,12 @@ def batches_ahead(config: RunConfig, device: torch.device) -> tuple[int, str]:
     return 0, "all samples are cached, and the model needs the CPU itself"
 
 
-class EncodedSampleSource(Protocol):
-    """The encoded samples of a corpus. Methods return one row or item per sample of the micro-batch, in order."""
-
-    def latents(self, micro_batch: MicroBatch, /) -> Tensors: ...
-
-    def texts(self, micro_batch: MicroBatch, /) -> list[Tensors]: ...
-
-    def framing(self, micro_batch: MicroBatch, /) -> torch.Tensor: ...
-
-    def cycles(self, micro_batch: MicroBatch, /) -> list[int]: ...
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class BatchCollator:
     """Makes the batch of a micro-batch for an expert."""
 
     corpus: Corpus
-    encoded: EncodedSampleSource
+    encoded: EncodedCorpus
     family: Family
     model: ModelDescription
     timestep_distribution_for: Callable[[tuple[int, ...]], TimestepDistribution]
@@ -87,9 +76,11 @@ class BatchCollator:
         noise = torch.empty((len(positions), *shape))
         for row, position in zip(noise, positions, strict=True):
             sample_noise(self.seed, position, shape, out=row)
-        sigmas = [
-            sigma_at(sample_uniform(self.seed, p), distribution, expert.sigma_min, expert.sigma_max) for p in positions
-        ]
+        uniforms = [sample_uniform(self.seed, position) for position in positions]
+        sigmas = [sigma_at(uniform, distribution, expert.sigma_min, expert.sigma_max) for uniform in uniforms]
+        loss_inputs: Tensors = {}
+        if self.loss_weights is not None:
+            loss_inputs = self.loss_weights.tensors_for(micro_batch, self.encoded.cycles(micro_batch), shape)
         batch = StepBatch(
             latents=latents,
             noise=noise,
@@ -97,9 +88,7 @@ class BatchCollator:
             text=self.family.pad_text(self.model, self.encoded.texts(micro_batch)),
             conditions=fields,
             positions=tuple(positions),
-            loss_inputs={}
-            if self.loss_weights is None
-            else self.loss_weights.tensors_for(micro_batch, self.encoded.cycles(micro_batch), shape),
+            loss_inputs=loss_inputs,
         )
         return batch if self.place_batch is None else self.place_batch(batch)
 
@@ -130,8 +119,7 @@ class TrainingWindow:
     def __init__(
         self, plan: WindowPlan, first_batch: StepBatch | None, waited_s: float, loader: TrainingDataLoader
     ) -> None:
-        self.plan = plan
-        self._first_batch, self._loader = first_batch, loader
+        self.plan, self._first_batch, self._loader = plan, first_batch, loader
         self.waited_s = waited_s
         """Seconds of waiting for the batches taken so far."""
 
@@ -213,9 +201,7 @@ class TrainingDataLoader:
     def __enter__(self) -> TrainingDataLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _produce_items(self, start_step: int) -> Iterator[LoaderItem]:
@@ -225,18 +211,9 @@ class TrainingDataLoader:
         for step in range(start_step, self._schedule.total_steps):
             positions = self._schedule.window_at(step)
             if positions.stop > first_position + len(draws):
-                first_position, draws = (
-                    positions.start,
-                    order.slice(positions.start, max(positions.stop, positions.start + ORDER_CHUNK)),
-                )
-
-            def micro_batches_of(
-                part: range, first: int = first_position, block: SampleDraws = draws
-            ) -> list[MicroBatch]:
-                return split_micro_batches(
-                    order, block.take(slice(part.start - first, part.stop - first)), self._options.batch_size
-                )
-
+                first_position = positions.start
+                draws = order.slice(first_position, max(positions.stop, first_position + ORDER_CHUNK))
+            micro_batches_of = partial(self._split, draws, first_position)
             local_positions = shard_window(positions, self._process_group.rank, self._process_group.world_size)
             micro_batches = micro_batches_of(local_positions)
             padding = self._padding_batches(positions, len(micro_batches), micro_batches_of)
@@ -248,6 +225,11 @@ class TrainingDataLoader:
                 yield plan, self._collator.collate(micro_batch, self._experts[expert])
             for micro_batch in padding:
                 yield plan, replace(self._collator.collate(micro_batch, self._experts[expert]), idle=True)
+
+    def _split(self, draws: SampleDraws, first_position: int, positions: range) -> list[MicroBatch]:
+        """The micro-batches of these positions, which are among `draws`."""
+        rows = slice(positions.start - first_position, positions.stop - first_position)
+        return split_micro_batches(self._collator.corpus.order, draws.take(rows), self._options.batch_size)
 
     def _padding_batches(
         self, positions: range, local_count: int, micro_batches_of: Callable[[range], list[MicroBatch]]

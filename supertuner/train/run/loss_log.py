@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import xxhash
@@ -39,8 +38,7 @@ class LossLog:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}; it must be a plain file") from error
         durable.sync_folder(path.parent)
-        self._nbytes = 0
-        self._digest = xxhash.xxh3_128()
+        self._nbytes, self._digest = 0, xxhash.xxh3_128()
         self._ready = os.fstat(self._fd).st_size == 0
 
     def append(self, record: StepRecord) -> None:
@@ -56,9 +54,8 @@ class LossLog:
                 count = os.pwrite(self._fd, remaining, at)
                 remaining, at = remaining[count:], at + count
         except OSError as error:
-            raise CheckpointError(
-                f"{self.path} cannot be written: {error.strerror}; free some space and resume"
-            ) from error
+            problem = f"{self.path} cannot be written: {error.strerror}"
+            raise CheckpointError(f"{problem}; free some space and resume") from error
         self._nbytes += len(line)
         self._digest.update(line)
 
@@ -82,7 +79,10 @@ class LossLog:
 
     def require_prefix(self, nbytes: int, digest: str) -> xxhash.xxh3_128:
         """CheckpointError unless the bytes before a position are those of the checkpoint. Changes nothing."""
-        available, prefix_digest = _prefix_digest(self._fd, nbytes)
+        prefix_digest, available = xxhash.xxh3_128(), 0
+        while available < nbytes and (content := os.pread(self._fd, min(READ_BYTES, nbytes - available), available)):
+            prefix_digest.update(content)
+            available += len(content)
         if available < nbytes:
             raise self._mismatch(f"it has {available} bytes, and the checkpoint was saved at {nbytes}")
         if prefix_digest.hexdigest() != digest:
@@ -94,10 +94,8 @@ class LossLog:
         self.truncate(*EMPTY_POSITION)
 
     def _mismatch(self, problem: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path}: {problem}; put the file back as it was, resume from another checkpoint (`supertuner "
-            "checkpoint ls RUN` lists them), or resume from this one in a run with another run.name"
-        )
+        remedy = "put the file back, resume from another checkpoint (`supertuner checkpoint ls RUN` lists them)"
+        return CheckpointError(f"{self.path}: {problem}; {remedy}, or resume from this one with another run.name")
 
     def close(self) -> None:
         os.close(self._fd)
@@ -105,9 +103,7 @@ class LossLog:
     def __enter__(self) -> LossLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -142,12 +138,3 @@ class NullLossLog(LossLog):
 def open_loss_log(path: Path, rank: int) -> LossLog:
     """Rank 0 writes the log; the others get a log that drops everything."""
     return LossLog(path) if rank == 0 else NullLossLog()
-
-
-def _prefix_digest(fd: int, nbytes: int) -> tuple[int, xxhash.xxh3_128]:
-    """(how many of the first `nbytes` bytes the file has, a hash object over them that can be updated further)."""
-    digest, at = xxhash.xxh3_128(), 0
-    while at < nbytes and (content := os.pread(fd, min(READ_BYTES, nbytes - at), at)):
-        digest.update(content)
-        at += len(content)
-    return at, digest

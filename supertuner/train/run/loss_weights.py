@@ -69,7 +69,7 @@ class SampleLossWeights:
         return masks.load_mask(self.corpus.seed, self.corpus.datasets[dataset], sample, cycle, bucket)
 
 
-def build_loss_weights(corpus: Corpus, sink: Sink, *, forward_is_collective: bool = False) -> SampleLossWeights | None:
+def build_loss_weights(corpus: Corpus, sink: Sink, forward_is_collective: bool = False) -> SampleLossWeights | None:
     """The loss weights of a corpus; None if all its samples count the same."""
     weights = tuple(load_sample_weights(part) for part in corpus.datasets)
     masks = tuple(find_loss_masks(part, sink) for part in corpus.datasets)

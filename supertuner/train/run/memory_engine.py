@@ -90,11 +90,9 @@ class MemoryEngine:
 
     def new_refusal(self) -> str | None:
         """What was refused since the last call, or None. A plan may rely on memory that was refused."""
-        overflow = (
-            0
-            if self.pools is None or self.overflow_at_start is None
-            else self.pools.stats().refusals - self.overflow_at_start.refusals
-        )
+        overflow = 0
+        if self.pools is not None and self.overflow_at_start is not None:
+            overflow = self.pools.stats().refusals - self.overflow_at_start.refusals
         statuses = self.hint_tally.by_status()
         hints = statuses.get(HintStatus.REFUSED.value, 0) + statuses.get(HintStatus.ERROR.value, 0)
         before, self.reported_refusals = self.reported_refusals, overflow + hints
@@ -116,12 +114,11 @@ class MemoryEngine:
 
     def summary_lines(self) -> list[str]:
         """Lines for the summary at the end of the run."""
-        hints = (
-            [f"hint {line}" for line in self.hint_tally.lines()] if self.hint_decision.on else [str(self.hint_decision)]
-        )
-        if self.pools is None or self.overflow_at_start is None:
-            return hints
-        return [*hints, overflow_summary(self.overflow_at_start, self.pools.stats())]
+        decision = self.hint_decision
+        lines = [f"hint {line}" for line in self.hint_tally.lines()] if decision.on else [str(decision)]
+        if self.pools is not None and self.overflow_at_start is not None:
+            lines.append(overflow_summary(self.overflow_at_start, self.pools.stats()))
+        return lines
 
 
 @contextmanager
@@ -135,7 +132,7 @@ def open_memory(config: RunConfig, device: torch.device, context: RunContext) ->
             stack.callback(nvml.close)
         facts = probe_machine(host, driver, nvml)
         hint_tally = HintTally()
-        hint_decision, hints, buffers = _open_hints(config, device, driver, facts, context)
+        decision, hints, buffers = _open_hints(config, device, driver, facts, context)
         stack.callback(drop_hints)  # `supertuner.gh200` follows this run's configuration while it lasts
         if buffers is not None:
             stack.callback(buffers.close)
@@ -145,44 +142,24 @@ def open_memory(config: RunConfig, device: torch.device, context: RunContext) ->
         cupti = open_cupti(device.index or 0) if hints is not None or pools is not None else NO_CUPTI
         if not isinstance(cupti, NotAvailable):
             stack.callback(cupti.close)
-        sampler = stack.enter_context(
-            MemorySampler(
-                facts,
-                host,
-                GpuTelemetry(driver, nvml, cupti, device.index or 0, device),
-                overflow=None if pools is None else partial(_overflow_figures, pools),
-                hints=hint_tally.by_status,
-            )
-        )
-        yield MemoryEngine(
-            facts=facts,
-            hint_decision=hint_decision,
-            hints=hints,
-            buffers=buffers,
-            pools=pools,
-            overflow_at_start=None if pools is None else pools.stats(),
-            sampler=sampler,
-            sample_every=config.report.memory_every_steps,
-            hint_tally=hint_tally,
-        )
+        telemetry = GpuTelemetry(driver, nvml, cupti, device.index or 0, device)
+        figures = None if pools is None else partial(_overflow_figures, pools)
+        sampler = MemorySampler(facts, host, telemetry, overflow=figures, hints=hint_tally.by_status)
+        sampler, sample_every = stack.enter_context(sampler), config.report.memory_every_steps
+        at_start = None if pools is None else pools.stats()
+        yield MemoryEngine(facts, decision, hints, buffers, pools, at_start, sampler, sample_every, hint_tally)
 
 
 def _open_hints(
-    config: RunConfig,
-    device: torch.device,
-    driver: Driver | NotAvailable,
-    facts: MachineFacts,
-    context: RunContext,
+    config: RunConfig, device: torch.device, driver: Driver | NotAvailable, facts: MachineFacts, context: RunContext
 ) -> tuple[HintDecision, ResidencyHints | None, UnifiedBuffers | None]:
     """Decide once whether this run gives hints; returns the decision and the objects that give them."""
     setting = config.gh200_optimizations.enable_uvm_hints
     caches = (config.cache_config.vae_cache_type, config.cache_config.text_cache_type)
     number = device.index or 0
-    support = (
-        hint_support(driver, number)
-        if device.type == "cuda"
-        else HintSupport(False, f"the run computes on {device.type}")
-    )
+    support = HintSupport(False, f"the run computes on {device.type}")
+    if device.type == "cuda":
+        support = hint_support(driver, number)
     decision = decide_hints(uvm_hint_override(), setting, caches, support)
     context.sink.emit(DecisionEvent("residency_hints", decision.on, decision.reason))
     if setting and not decision.on:
@@ -210,10 +187,8 @@ def overflow_summary(before: OverflowStats, now: OverflowStats) -> str:
     peaks = f"at most {bytes_text(now.device_peak_bytes)} of device memory"
     if now.managed_allocations == before.managed_allocations:
         return f"overflow: not needed; {peaks}"
-    light, hard = (
-        now.light_reclamations - before.light_reclamations,
-        now.hard_reclamations - before.hard_reclamations,
-    )
+    light = now.light_reclamations - before.light_reclamations
+    hard = now.hard_reclamations - before.hard_reclamations
     spilled = f"{bytes_text(now.managed_peak_bytes)} managed"
     refused = f", {now.refusals - before.refusals} refusals" if now.refusals > before.refusals else ""
     times = now.entered - before.entered

@@ -83,15 +83,8 @@ class TrainingRun:
 
     def dataloader(self) -> TrainingDataLoader:
         """Windows from the current step on."""
+        config, ahead = self.config, batches_ahead(self.config, self.device)[0]
+        options = LoaderOptions(config.train.batch_size, config.model.switch_boundary_every, ahead)
         return TrainingDataLoader(
-            self.collator,
-            self.schedule,
-            self.experts,
-            LoaderOptions(
-                self.config.train.batch_size,
-                self.config.model.switch_boundary_every,
-                batches_ahead(self.config, self.device)[0],
-            ),
-            self.process_group,
-            start_step=self.step,
+            self.collator, self.schedule, self.experts, options, self.process_group, start_step=self.step
         )

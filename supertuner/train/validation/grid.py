@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.sinks.drawing import (
-    INK,
-    MUTED,
-    drawable_text,
-    load_font,
-    new_sheet,
-    shorten_line,
-    text_width,
-    wrap_text,
-)
+from supertuner.sinks import drawing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -138,28 +129,27 @@ def join_frames(frames: Sequence[Frame]) -> Frame:
 
 def _draw_sheet(layout: GridLayout, labels: GridLabels) -> Image:
     """The sheet with all labels, without samples."""
-    sheet, pen = new_sheet(*layout.size)
-    width = layout.size[0] - 2 * MARGIN
-    pen.text((MARGIN, 14), shorten_line(drawable_text(labels.title), width, 20), INK, load_font(20))
-    pen.text((MARGIN, 42), shorten_line(drawable_text(labels.note), width, 13), MUTED, load_font(13))
+    sheet, pen = drawing.new_sheet(*layout.size)
+    for top, text, size, colour in ((14, labels.title, 20, drawing.INK), (42, labels.note, 13, drawing.MUTED)):
+        line = drawing.shorten_line(drawing.drawable_text(text), layout.size[0] - 2 * MARGIN, size)
+        pen.text((MARGIN, top), line, colour, drawing.load_font(size))
     for column, seed in enumerate(labels.seeds):
         left, _ = layout.corner(0, column)
-        pen.text((left, TITLE_HEIGHT + 4), _seed_label(seed, layout.cell_width), MUTED, load_font(13))
+        pen.text((left, TITLE_HEIGHT + 4), _seed_label(seed, layout.cell_width), drawing.MUTED, drawing.load_font(13))
     for row, prompt in enumerate(labels.prompts):
         _, top = layout.corner(row, 0)
-        has_text = bool(prompt.strip())
-        lines = (
-            wrap_text(prompt, LABEL_WIDTH - 16, layout.row_height // LINE_HEIGHT) if has_text else ["(empty prompt)"]
-        )
+        lines, colour = ["(empty prompt)"], drawing.MUTED
+        if prompt.strip():
+            lines, colour = drawing.wrap_text(prompt, LABEL_WIDTH - 16, layout.row_height // LINE_HEIGHT), drawing.INK
         for number, line in enumerate(lines):
-            pen.text((MARGIN, top + number * LINE_HEIGHT), line, INK if has_text else MUTED, load_font(13))
+            pen.text((MARGIN, top + number * LINE_HEIGHT), line, colour, drawing.load_font(13))
     return sheet
 
 
 def _seed_label(seed: int, width: int) -> str:
     """`seed 42`, shortened to the width of the column."""
     long = f"seed {seed}"
-    return long if text_width(long, 13) <= width else shorten_line(str(seed), width, 13)
+    return long if drawing.text_width(long, 13) <= width else drawing.shorten_line(str(seed), width, 13)
 
 
 def _fit_to_cell(frame: Frame, layout: GridLayout) -> Image:

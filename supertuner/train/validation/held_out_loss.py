@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import fsum
 
 import torch
@@ -25,15 +25,6 @@ from supertuner.step.window import ExpertState, StepOptions, held_out_losses
 from supertuner.train.run.dataloader import BatchCollator
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class HeldOutBatch:
-    """A batch of held-out samples of one shape."""
-
-    batch: StepBatch
-    indices: tuple[int, ...]
-    """The position of each row's sample, on which its noise depends."""
-
-
 def plan_sigmas(experts: Iterable[Expert], sigmas: Sequence[float], sink: Sink) -> dict[str, tuple[float, ...]]:
     """Expert → its noise levels: the configured ones in its range; the middle of its range if there are none."""
     sigmas_by_expert = {}
@@ -41,50 +32,37 @@ def plan_sigmas(experts: Iterable[Expert], sigmas: Sequence[float], sink: Sink) 
         inside = tuple(level for level in sigmas if expert.sigma_min <= level < expert.sigma_max)
         sigmas_by_expert[expert.name] = inside or ((expert.sigma_min + expert.sigma_max) / 2,)
         if not inside:
-            reason = (
-                f"validation.held_out_levels has none from {expert.sigma_min:g} to {expert.sigma_max:g}: the middle"
-            )
-            sink.emit(
-                DecisionEvent(f"validation.held_out_levels[{expert.name}]", list(sigmas_by_expert[expert.name]), reason)
-            )
+            setting, middle = "validation.held_out_levels", list(sigmas_by_expert[expert.name])
+            reason = f"{setting} has none from {expert.sigma_min:g} to {expert.sigma_max:g}: the middle"
+            sink.emit(DecisionEvent(f"{setting}[{expert.name}]", middle, reason))
     return sigmas_by_expert
 
 
-def held_out_batches(
-    collator: BatchCollator, expert: Expert, *, samples: int, batch_size: int
-) -> Iterator[HeldOutBatch]:
+def held_out_batches(collator: BatchCollator, expert: Expert, samples: int, batch_size: int) -> Iterator[StepBatch]:
     """The first `samples` held-out samples in their order, each at most once, in batches."""
     order = collator.corpus.order
     for micro_batch in micro_batches(order, range(min(samples, order.epoch_length(0))), batch_size):
-        yield HeldOutBatch(collator.collate(micro_batch, expert), tuple(micro_batch.draws.position.tolist()))
+        yield collator.collate(micro_batch, expert)
 
 
 def measure_held_out(
-    expert_state: ExpertState,
-    held_out: Iterable[HeldOutBatch],
-    sigmas: Sequence[float],
-    *,
-    seed: int,
-    step_options: StepOptions,
+    state: ExpertState, batches: Iterable[StepBatch], sigmas: Sequence[float], *, seed: int, step_options: StepOptions
 ) -> list[HeldOutLoss]:
     """The mean loss of one expert at each noise level, with the current weights of its module."""
     losses: dict[float, list[float]] = {sigma: [] for sigma in sigmas}
-    for held_out_batch in held_out:
+    for batch in batches:
         for sigma, sample_losses in losses.items():
-            batch = with_sigma(held_out_batch, sigma, seed).to(step_options.precision.device)
-            sample_losses += held_out_losses(expert_state, (batch,), step_options).tolist()
-    return [
-        HeldOutLoss(expert_state.expert.name, sigma, exact_mean(values)) for sigma, values in losses.items() if values
-    ]
+            noisy_batch = with_sigma(batch, sigma, seed).to(step_options.precision.device)
+            sample_losses += held_out_losses(state, (noisy_batch,), step_options).tolist()
+    expert = state.expert.name
+    return [HeldOutLoss(expert, sigma, exact_mean(values)) for sigma, values in losses.items() if values]
 
 
-def with_sigma(held_out_batch: HeldOutBatch, sigma: float, seed: int) -> StepBatch:
-    """The batch at this noise level, with the noise that belongs to each sample at it."""
-    batch = held_out_batch.batch
-    shape = tuple(batch.latents.shape[1:])
-    noise_seed = sigma_noise_seed(seed, sigma)
-    noise = torch.stack([sample_noise(noise_seed, index, shape) for index in held_out_batch.indices])
-    return replace(batch, noise=noise, sigmas=torch.full((len(held_out_batch.indices),), sigma, dtype=torch.float32))
+def with_sigma(batch: StepBatch, sigma: float, seed: int) -> StepBatch:
+    """The batch at this noise level, with the noise that belongs to the position of each sample at it."""
+    noise_seed, shape = sigma_noise_seed(seed, sigma), tuple(batch.latents.shape[1:])
+    noise = torch.stack([sample_noise(noise_seed, position, shape) for position in batch.positions])
+    return replace(batch, noise=noise, sigmas=torch.full((len(noise),), sigma, dtype=torch.float32))
 
 
 def sigma_noise_seed(seed: int, sigma: float) -> int:
@@ -110,10 +88,5 @@ def exact_mean(losses: Sequence[float]) -> float:
 
 def encode_row(step: int, row: HeldOutLoss) -> bytes:
     """A line of validation.jsonl. Numbers are written as Python's repr, which reads back to the same bits."""
-    fields: Mapping[str, object] = {
-        "step": step,
-        "expert": row.expert,
-        "level": row.sigma,
-        "loss": finite_or_none(row.loss),
-    }
+    fields = {"step": step, "expert": row.expert, "level": row.sigma, "loss": finite_or_none(row.loss)}
     return (json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n").encode()

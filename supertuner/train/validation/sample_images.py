@@ -26,8 +26,8 @@ from PIL import Image
 from torch import nn
 
 from supertuner.arena.run_context import RunContext
-from supertuner.core.durable import write_bytes
-from supertuner.core.events import MeasurementEvent, Progress
+from supertuner.core.durable import write_bytes, write_json
+from supertuner.core.events import MeasurementEvent
 from supertuner.core.types import JSON
 from supertuner.models.adapters.attach import TrainableExpert, temporary_weights
 from supertuner.models.spec import ModelSampler, SampleRequest
@@ -104,48 +104,8 @@ def make_samples(
             phase.advance(1)
         has_video = sheet.close()
     target = folder / samples_folder_name(step)
-    return train_samples_event(
-        step=step,
-        folder=target,
-        grid=target / GRID_FILE,
-        video=target / VIDEO_FILE if has_video else None,
-        weights=weights.label,
-    )
-
-
-def precompute_samples(
-    plan: ValidationSamplePlan,
-    sampler: ModelSampler,
-    *,
-    step: int,
-    modules: Iterable[nn.Module],
-    progress: Progress,
-    weights: EvaluationWeights,
-) -> ModelSampler:
-    """Compute all samples of the plan, and return a sampler that replays them.
-
-    Needed where all ranks compute together: writing the files may then fail on one rank without leaving a pass early.
-    """
-    with (
-        preserve_training_state(modules),
-        weights.applied(),
-        progress.phase(f"computing samples of step {step}", items=len(plan), noun="samples") as phase,
-    ):
-        samples = []
-        for _, _, request in plan.requests():
-            samples.append(sampler.sample(request))
-            phase.advance(1)
-    return _PrecomputedSampler(iter(samples))
-
-
-@dataclass(frozen=True, slots=True)
-class _PrecomputedSampler:
-    """Replays samples in the order of their plan."""
-
-    frames: Iterator[NDArray[np.uint8]]
-
-    def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
-        return next(self.frames)
+    video = target / VIDEO_FILE if has_video else None
+    return train_samples_event(step=step, folder=target, grid=target / GRID_FILE, video=video, weights=weights.label)
 
 
 @contextmanager
@@ -168,8 +128,7 @@ class SampleSheet:
     """The sample files of one validation, written one by one as the samples are made."""
 
     def __init__(self, folder: Path, plan: ValidationSamplePlan, run: str, step: int, weights: str) -> None:
-        self._folder = folder
-        self._plan = plan
+        self._folder, self._plan = folder, plan
         self._facts: dict[str, JSON] = {"format": FORMAT_VERSION, "run": run, "step": step, "weights": weights}
         self._labels = _labels(plan, run, step, weights)
         self._grid: ImageGrid | None = None
@@ -180,8 +139,11 @@ class SampleSheet:
     def add(self, row: int, column: int, request: SampleRequest, frames: NDArray[np.uint8]) -> None:
         assert frames.ndim == 4 and frames.shape[3] == 3 and frames.dtype == np.uint8, (frames.shape, frames.dtype)
         shown = first_middle_last(frames)
-        self._open_grids(frames, len(shown))
-        assert self._grid is not None
+        if self._grid is None:  # the first sample determines the size of the sheets
+            _, height, width, _ = frames.shape
+            self._grid = ImageGrid(self._labels, width, height, len(shown))
+            if len(frames) > 1:
+                self._video_grid = VideoGrid(self._labels, width, height)
         self._grid.paste(row, column, shown)
         if self._video_grid is not None:
             self._video_grid.add_clip(row, column, list(frames))
@@ -194,19 +156,10 @@ class SampleSheet:
         self._write_file(GRID_FILE, png_bytes(self._grid.image()))
         if self._video_grid is not None:
             self._write_file(VIDEO_FILE, mp4_bytes(self._video_grid.frames(), self._plan.fps))
-        facts = {**self._facts, "samples": self._samples, "sha256": self._hashes}
-        text = json.dumps(facts, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        facts: dict[str, JSON] = {**self._facts, "samples": [*self._samples], "sha256": {**self._hashes}}
         with explain_write_errors(self._folder):
-            write_bytes(self._folder / FACTS_FILE, text.encode(errors="backslashreplace"))
+            write_json(self._folder / FACTS_FILE, facts)
         return self._video_grid is not None
-
-    def _open_grids(self, frames: NDArray[np.uint8], frames_per_cell: int) -> None:
-        """The first sample determines the size of the sheets."""
-        if self._grid is None:
-            _, height, width, _ = frames.shape
-            self._grid = ImageGrid(self._labels, width, height, frames_per_cell)
-            if len(frames) > 1:
-                self._video_grid = VideoGrid(self._labels, width, height)
 
     def _write_sample(self, name: str, frames: NDArray[np.uint8]) -> list[str]:
         if len(frames) == 1:
@@ -227,10 +180,9 @@ class SampleSheet:
 def _labels(plan: ValidationSamplePlan, run: str, step: int, weights: str) -> GridLabels:
     size = plan.size
     frames = f", {size.frames} frames" if size.frames > 1 else ""
-    note = f"{weights}; {size.width}×{size.height}{frames}; {plan.inference_steps} inference steps, "
-    note += f"guidance {plan.guidance_scale:g}"
-    if plan.negative_prompt:
-        note += f", not: {plan.negative_prompt}"
+    negative = f", not: {plan.negative_prompt}" if plan.negative_prompt else ""
+    steps = f"{plan.inference_steps} inference steps, guidance {plan.guidance_scale:g}{negative}"
+    note = f"{weights}; {size.width}×{size.height}{frames}; {steps}"
     return GridLabels(f"{run}, step {step}", note, plan.prompts, plan.seeds)
 
 

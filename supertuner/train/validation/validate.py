@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,25 +22,12 @@ from supertuner.data.ordering.micro_batches import MicroBatch, micro_batches
 from supertuner.memory.out_of_memory import explain_out_of_memory, release_unused_memory
 from supertuner.models.attention import use_backend
 from supertuner.models.quantization import quantize_blocks
-from supertuner.models.spec import Family, ModelDescription, ModelSampler
-from supertuner.plan.sample_requests import (
-    MAX_SAMPLES_SEARCHED,
-    CaptionedSample,
-    ValidationSamplePlan,
-    largest_sample_size,
-    plan_validation_samples,
-)
+from supertuner.models.spec import Family, ModelDescription, ModelSampler, SampleRequest
+from supertuner.plan import sample_requests as samples
 from supertuner.sinks.training_events import HeldOutLoss, train_held_out_event
 from supertuner.train.run.training_run import SAMPLES_DIR, TrainingRun
 from supertuner.train.validation import held_out_loss as held_out
-from supertuner.train.validation.sample_images import (
-    EvaluationWeights,
-    make_samples,
-    precompute_samples,
-    preserve_training_state,
-    samples_folder_name,
-    select_evaluation_weights,
-)
+from supertuner.train.validation import sample_images
 
 ON_REQUEST_DIR = "asked"
 """Below `samples`: validations requested while the run trains, which are not part of its result."""
@@ -53,13 +41,10 @@ def validate(run: TrainingRun, *, on_request: bool = False) -> Path:
     """
     folder = run.context.run_dir / SAMPLES_DIR / ON_REQUEST_DIR if on_request else run.context.run_dir / SAMPLES_DIR
     if run.process_group.rank != 0 and not run.process_group.forward_is_collective:
-        return folder / samples_folder_name(run.step)
-    explain_oom = partial(
-        explain_out_of_memory,
-        "samples do",
-        partial(run.memory.out_of_memory_remedy, "lower validation.width, height or frames"),
-    )
-    weights = select_evaluation_weights(run.expert_states, run.trainable_experts)
+        return folder / sample_images.samples_folder_name(run.step)
+    remedy = partial(run.memory.out_of_memory_remedy, "lower validation.width, height or frames")
+    explain_oom = partial(explain_out_of_memory, "samples do", remedy)
+    weights = sample_images.select_evaluation_weights(run.expert_states, run.trainable_experts)
     if run.process_group.forward_is_collective:
         with _failure_ends_run(run), explain_oom():
             rows = _measure_held_out(run, weights)
@@ -68,13 +53,13 @@ def validate(run: TrainingRun, *, on_request: bool = False) -> Path:
             sampler = _precompute_samples(run, sampler, weights)
         if run.process_group.rank == 0:
             _report_held_out(run, rows, on_request)
-            _write_samples(run, sampler, EvaluationWeights(weights.label), folder)
+            _write_samples(run, sampler, sample_images.EvaluationWeights(weights.label), folder)
     else:
         with explain_oom():
             _report_held_out(run, _measure_held_out(run, weights), on_request)
             _write_samples(run, _build_sampler(run), weights, folder)
     release_unused_memory(run.device)
-    return folder / samples_folder_name(run.step)
+    return folder / sample_images.samples_folder_name(run.step)
 
 
 @contextmanager
@@ -89,9 +74,8 @@ def _failure_ends_run(run: TrainingRun) -> Iterator[None]:
     except (ModelError, PeerError):
         raise
     except SuperTunerError as error:
-        raise CollectiveError(
-            f"validation of step {run.step}: {error}. All ranks compute it together, so one rank cannot skip it"
-        ) from error
+        reason = "All ranks compute it together, so one rank cannot skip it"
+        raise CollectiveError(f"validation of step {run.step}: {error}. {reason}") from error
 
 
 def _build_sampler_on_all_ranks(
@@ -112,15 +96,37 @@ def _build_sampler_on_all_ranks(
 
 def _build_sampler(run: TrainingRun) -> ModelSampler:
     modules = _expert_modules(run)
-    with preserve_training_state(modules.values()):
+    with sample_images.preserve_training_state(modules.values()):
         return run.family.build_sampler(run.model, {**modules, **_load_untrained_experts(run)}, run.device, run.dtype)
 
 
-def _precompute_samples(run: TrainingRun, sampler: ModelSampler, weights: EvaluationWeights) -> ModelSampler:
-    modules = _expert_modules(run).values()
-    return precompute_samples(
-        run.sample_plan, sampler, step=run.step, modules=modules, progress=run.context.progress, weights=weights
-    )
+def _precompute_samples(
+    run: TrainingRun, sampler: ModelSampler, weights: sample_images.EvaluationWeights
+) -> ModelSampler:
+    """Compute all samples of the plan, and return a sampler that replays them.
+
+    Needed where all ranks compute together: writing the files may then fail on one rank without leaving a pass early.
+    """
+    plan, title, frames = run.sample_plan, f"computing samples of step {run.step}", []
+    with (
+        sample_images.preserve_training_state(_expert_modules(run).values()),
+        weights.applied(),
+        run.context.progress.phase(title, items=len(plan), noun="samples") as phase,
+    ):
+        for _, _, request in plan.requests():
+            frames.append(sampler.sample(request))
+            phase.advance(1)
+    return _PrecomputedSampler(iter(frames))
+
+
+@dataclass(frozen=True, slots=True)
+class _PrecomputedSampler:
+    """Replays samples in the order of their plan."""
+
+    frames: Iterator[NDArray[np.uint8]]
+
+    def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
+        return next(self.frames)
 
 
 def _expert_modules(run: TrainingRun) -> dict[str, nn.Module]:
@@ -135,17 +141,14 @@ def _report_held_out(run: TrainingRun, rows: list[HeldOutLoss], on_request: bool
                 run.validation_log.append_line(held_out.encode_row(run.step, row))
 
 
-def _write_samples(run: TrainingRun, sampler: ModelSampler, weights: EvaluationWeights, folder: Path) -> None:
-    measured = make_samples(
-        run.sample_plan,
-        sampler,
-        run.context,
-        step=run.step,
-        modules=_expert_modules(run).values(),
-        folder=folder,
-        weights=weights,
+def _write_samples(
+    run: TrainingRun, sampler: ModelSampler, weights: sample_images.EvaluationWeights, folder: Path
+) -> None:
+    plan, modules = run.sample_plan, _expert_modules(run).values()
+    event = sample_images.make_samples(
+        plan, sampler, run.context, step=run.step, modules=modules, folder=folder, weights=weights
     )
-    run.context.sink.emit(measured)
+    run.context.sink.emit(event)
 
 
 def _load_untrained_experts(run: TrainingRun) -> dict[str, nn.Module]:
@@ -175,15 +178,15 @@ def plan_validation(
     corpus: Corpus,
     held_out_corpus: Corpus | None,
     sink: Sink,
-) -> ValidationSamplePlan:
+) -> samples.ValidationSamplePlan:
     """The samples of every validation of the run.
 
     TrainError for a configured size that the model cannot produce: now, not at the first validation. A size that is not
     configured is that of a bucket, and buckets are checked elsewhere.
     """
-    planned = plan_validation_samples(
+    planned = samples.plan_validation_samples(
         config.validation,
-        default_size=largest_sample_size(group.bucket for group in corpus.order.groups),
+        default_size=samples.largest_sample_size(group.bucket for group in corpus.order.groups),
         held_out=() if held_out_corpus is None else _captioned_samples(held_out_corpus, model),
         training_data=_captioned_samples(corpus, model),
         sink=sink,
@@ -193,67 +196,56 @@ def plan_validation(
         return planned
     frames = () if size.frames == 1 else (size.frames,)
     if reason := family.unsupported_reason(model, (3, *frames, size.height, size.width)):
-        raise TrainError(
-            f"validation.width, height and frames are {size.width}, {size.height} and {size.frames}, which the model "
-            f"cannot produce: {reason}; change them"
-        )
+        values = f"{size.width}, {size.height} and {size.frames}"
+        problem = f"validation.width, height and frames are {values}, which the model cannot produce"
+        raise TrainError(f"{problem}: {reason}; change them")
     return planned
 
 
-def _captioned_samples(corpus: Corpus, model: ModelDescription) -> Iterator[CaptionedSample]:
+def _captioned_samples(corpus: Corpus, model: ModelDescription) -> Iterator[samples.CaptionedSample]:
     """The first samples in the order of training, with captions, and with a start image if the model needs one.
 
     Each caption comes once: decoding hundreds of clips with equal captions would take minutes.
     """
     order, seen_captions = corpus.order, set[str]()
-    for micro_batch in micro_batches(order, range(min(MAX_SAMPLES_SEARCHED, order.epoch_length(0))), 1):
-        part = corpus.datasets[order.groups[int(micro_batch.draws.group[0])].dataset_index]
-        caption = caption_for_sample(
-            corpus.seed, part, int(micro_batch.draws.sample[0]), int(micro_batch.draws.cycle[0])
-        )
-        if caption.strip() in seen_captions:
-            continue
-        seen_captions.add(caption.strip())
-        yield CaptionedSample(caption, _start_image(corpus, micro_batch, model))
+    for micro_batch in micro_batches(order, range(min(samples.MAX_SAMPLES_SEARCHED, order.epoch_length(0))), 1):
+        draws = micro_batch.draws
+        dataset = corpus.dataset_of_group(int(draws.group[0]))
+        caption = caption_for_sample(corpus.seed, dataset, int(draws.sample[0]), int(draws.cycle[0]))
+        if caption.strip() not in seen_captions:
+            seen_captions.add(caption.strip())
+            yield samples.CaptionedSample(caption, _start_image(corpus, micro_batch, model))
 
 
 def _start_image(corpus: Corpus, micro_batch: MicroBatch, model: ModelDescription) -> NDArray[np.uint8] | None:
     """The image that a sample starts from: its first frame, or the reference image that the model edits."""
-    part = corpus.datasets[corpus.order.groups[int(micro_batch.draws.group[0])].dataset_index]
-    if model.edits_images and part.references is not None:
-        original_CHW = part.references.load_image(int(micro_batch.draws.sample[0]))
-        return np.ascontiguousarray(original_CHW.permute(1, 2, 0).numpy())
-    return _first_frame(corpus, micro_batch) if model.needs_first_frame else None
+    references = corpus.dataset_of_group(int(micro_batch.draws.group[0])).references
+    if model.edits_images and references is not None:
+        image_CHW = references.load_image(int(micro_batch.draws.sample[0]))
+    elif model.needs_first_frame:
+        with DecoderPool(corpus, 1) as decoders:
+            media = decoders.decode(micro_batch).media[0]
+        image_CHW = media[:, 0] if media.ndim == 4 else media
+    else:
+        return None
+    return np.ascontiguousarray(image_CHW.permute(1, 2, 0).numpy())
 
 
-def _first_frame(corpus: Corpus, micro_batch: MicroBatch) -> NDArray[np.uint8]:
-    with DecoderPool(corpus, 1) as decoders:
-        media = decoders.decode(micro_batch).media[0]
-    frame_CHW = media[:, 0] if media.ndim == 4 else media
-    return np.ascontiguousarray(frame_CHW.permute(1, 2, 0).numpy())
-
-
-def _measure_held_out(run: TrainingRun, weights: EvaluationWeights) -> list[HeldOutLoss]:
+def _measure_held_out(run: TrainingRun, weights: sample_images.EvaluationWeights) -> list[HeldOutLoss]:
     collator, settings = run.held_out_collator, run.config.validation
     if collator is None:
         return []
     sigmas_by_expert = held_out.plan_sigmas(run.experts, settings.held_out_levels, run.context.sink)
-    modules = [expert_state.module for expert_state in run.expert_states]
-    title = f"held-out loss of step {run.step}"
-    rows: list[HeldOutLoss] = []
+    count, batch_size, seed = settings.held_out_samples, run.config.train.batch_size, run.config.run.seed
+    rows, title = list[HeldOutLoss](), f"held-out loss of step {run.step}"
     with (
-        preserve_training_state(modules),
+        sample_images.preserve_training_state(_expert_modules(run).values()),
         weights.applied(),
-        run.context.progress.phase(title, items=len(modules), noun="experts") as phase,
+        run.context.progress.phase(title, items=len(run.experts), noun="experts") as phase,
     ):
-        for expert_state in run.expert_states:
-            batch_size = run.config.train.batch_size
-            batches = held_out.held_out_batches(
-                collator, expert_state.expert, samples=settings.held_out_samples, batch_size=batch_size
-            )
-            expert_sigmas = sigmas_by_expert[expert_state.expert.name]
-            rows += held_out.measure_held_out(
-                expert_state, batches, expert_sigmas, seed=run.config.run.seed, step_options=run.step_options
-            )
+        for state in run.expert_states:
+            batches = held_out.held_out_batches(collator, state.expert, count, batch_size)
+            sigmas = sigmas_by_expert[state.expert.name]
+            rows += held_out.measure_held_out(state, batches, sigmas, seed=seed, step_options=run.step_options)
             phase.advance(1)
     return held_out.append_means(rows)

@@ -43,6 +43,7 @@ def select_encoder() -> str:
 def mp4_bytes(frames_HWC: Iterable[NDArray[np.uint8]], fps: float) -> bytes:
     """The clip as an MP4 file. An odd width or height grows by one pixel: H.264 stores colours at half resolution."""
     import av
+    from av.codec.context import Flags
 
     pictures = map(_pad_to_even, frames_HWC)
     first = next(pictures)
@@ -54,7 +55,7 @@ def mp4_bytes(frames_HWC: Iterable[NDArray[np.uint8]], fps: float) -> bytes:
         stream.width, stream.height, stream.pix_fmt = first.shape[1], first.shape[0], "yuv420p"
         context = stream.codec_context
         context.thread_count, context.thread_type = 1, "NONE"
-        context.flags |= int(_flags().bitexact)
+        context.flags |= int(Flags.bitexact)
         context.colorspace = context.color_primaries = context.color_trc = BT709
         for number, picture in enumerate(chain((first,), pictures)):
             frame = _to_yuv(picture)
@@ -78,12 +79,6 @@ def _to_yuv(picture_HWC: NDArray[np.uint8]) -> Any:
     converted = frame.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709)
     converted.colorspace = BT709
     return converted
-
-
-def _flags() -> Any:
-    from av.codec.context import Flags
-
-    return Flags
 
 
 def _pad_to_even(picture_HWC: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -138,7 +138,7 @@ def test_any_number_of_ranks_reads_the_rows_that_it_holds(tmp_path: Path, writer
     else:
         made = save_parts(tmp_path / "c", 40, whole_parts(), state_at(40), keep=2, host=HostFacts())
     for rank in range(readers):
-        loaded = load_checkpoint(made, already_verified=rank > 0)
+        loaded = load_checkpoint(made, verified=rank > 0)
         expected, _ = shared_out(whole_parts(), rank, readers)
         for part in ("adapter.default", "optimizer.default"):
             found = loaded.read_part(part, wanted_by(rank, readers))

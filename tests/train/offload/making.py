@@ -30,7 +30,7 @@ from supertuner.step.window import (
     prepare_for_training,
     train_window,
 )
-from supertuner.train.offload.apply import OffloadedExpert, apply_plan
+from supertuner.train.offload.apply import OffloadedExpert, apply_plan, move_to_device
 from supertuner.train.offload.transfer import SynchronousTransfer
 
 CPU = torch.device("cpu")
@@ -210,3 +210,10 @@ def plans(draw: st.DrawFn, blocks: int) -> dict[str, Any]:
 
 def apply_plan_synchronously(expert_state: ExpertState, plan: MemoryPlan) -> OffloadedExpert:
     return apply_plan(expert_state, plan, SynchronousTransfer(CPU), min_offload_bytes=1)
+
+
+def restore_to_device(offloaded: OffloadedExpert) -> None:
+    """Detach the plan, and move everything to the device, as without a plan."""
+    offloaded.detach()
+    move_to_device(offloaded.expert_state.module.parameters(), offloaded.transfer.device)
+    offloaded.parameter_state.move_to(offloaded.transfer.device)

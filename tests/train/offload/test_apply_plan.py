@@ -15,6 +15,7 @@ from tests.train.offload.making import (
     assert_same,
     batch,
     outcome,
+    restore_to_device,
     window,
 )
 
@@ -62,7 +63,7 @@ def test_a_plan_that_is_removed_leaves_no_hooks() -> None:
         a_plan(expert_state.module, WeightPlacement.STREAMED, ActivationPolicy.SEND, stepping=OptimizerPlacement.HOST),
     )
     window(expert_state, OffloadCase(kind="full").step_options(), 0)
-    offloaded.restore_to_device()
+    restore_to_device(offloaded)
     assert expert_state.optimizer_offload is None
     assert all(block._compiled_call_impl is None for block in expert_state.module.modules())
     assert not any(parameter._post_accumulate_grad_hooks for parameter in expert_state.parameters.values())
@@ -99,5 +100,5 @@ def test_compiled_blocks_under_a_plan_compute_the_same_bits() -> None:
         assert results[0] == results[1]
     assert_same(outcome(expert_states[1]), outcome(expert_states[0]))
     assert offloaded.transfer.counters.sent_bytes > 0
-    offloaded.restore_to_device()
+    restore_to_device(offloaded)
     assert [block._compiled_call_impl for block in blocks] == compiled

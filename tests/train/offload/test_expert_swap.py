@@ -20,6 +20,7 @@ from tests.train.offload.making import (
     assert_same,
     batch,
     outcome,
+    restore_to_device,
     window,
 )
 
@@ -89,7 +90,7 @@ def test_swapped_experts_train_as_resident_ones_under_plans(
         assert_same(outcome(one), outcome(other))
     for name, offloaded, other in zip(NAMES, offloaded_experts, alone, strict=True):
         turns.remove(name)
-        offloaded.restore_to_device()
+        restore_to_device(offloaded)
         assert_same(outcome(offloaded.expert_state), outcome(other))
 
 

@@ -25,6 +25,7 @@ from tests.train.offload.making import (
     block_names,
     outcome,
     plans,
+    restore_to_device,
     window,
 )
 
@@ -74,7 +75,7 @@ def test_any_plan_gives_the_same_bits(name: str, data: st.DataObject) -> None:
         assert window(expert_state, case.step_options(), number) == wanted
     assert torch.equal(held_out_losses(expert_state, [batch([50, 51])], case.step_options()), looked)
     assert_same(outcome(expert_state), left)
-    offloaded.restore_to_device()
+    restore_to_device(offloaded)
     assert_same(outcome(expert_state), left)
 
 

@@ -37,11 +37,10 @@ def test_a_forward_pass_is_followed_by_its_backward_pass_and_that_by_the_next_fo
 
 
 def test_the_block_with_the_furthest_next_use_is_evicted() -> None:
-    none = lambda _: False  # noqa: E731
-    assert block_to_evict([0, 1, 2], 2, 5, BlockPass.FORWARD, is_protected=none) == 0
-    assert block_to_evict([2, 3, 4], 2, 5, BlockPass.BACKWARD, is_protected=none) == 4
-    assert block_to_evict([0, 1, 2], 2, 5, BlockPass.SAMPLING, is_protected=none) == 1
-    assert block_to_evict([2], 2, 5, BlockPass.FORWARD, is_protected=none) is None
+    assert block_to_evict([0, 1, 2], 2, 5, BlockPass.FORWARD) == 0
+    assert block_to_evict([2, 3, 4], 2, 5, BlockPass.BACKWARD) == 4
+    assert block_to_evict([0, 1, 2], 2, 5, BlockPass.SAMPLING) == 1
+    assert block_to_evict([2], 2, 5, BlockPass.FORWARD) is None
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])

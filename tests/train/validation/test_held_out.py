@@ -15,7 +15,6 @@ from supertuner.models.spec import Expert, ModelSource
 from supertuner.sinks.training_events import HeldOutLoss
 from supertuner.step.batch import StepBatch
 from supertuner.train.validation.held_out_loss import (
-    HeldOutBatch,
     append_means,
     encode_row,
     measure_held_out,
@@ -29,8 +28,8 @@ from tests.train.validation.making import RecordingSink, training
 HIGH, LOW = Expert("high_noise", "transformer", sigma_min=0.875), Expert("low_noise", "transformer_2", sigma_max=0.875)
 
 
-def probes(cut: Sequence[Sequence[int]], side: int = 4) -> list[HeldOutBatch]:
-    return [HeldOutBatch(build_wan_batch(indices, side), tuple(indices)) for indices in cut]
+def probes(cut: Sequence[Sequence[int]], side: int = 4) -> list[StepBatch]:
+    return [build_wan_batch(positions, side) for positions in cut]
 
 
 def test_an_expert_is_measured_at_the_noise_levels_in_its_range() -> None:
@@ -53,12 +52,12 @@ def test_noise_is_a_function_of_seed_sample_and_noise_level_alone() -> None:
     [probe] = probes([[3, 8]])
     one = with_sigma(probe, 0.5, seed=1)
     torch.manual_seed(123)
-    again = with_sigma(HeldOutBatch(build_wan_batch([8, 3], 4), (8, 3)), 0.5, seed=1)
+    again = with_sigma(build_wan_batch([8, 3], 4), 0.5, seed=1)
     assert torch.equal(one.noise[0], again.noise[1]) and torch.equal(one.noise[1], again.noise[0])
     assert one.sigmas.tolist() == [0.5, 0.5] and one.sigmas.dtype == one.noise.dtype == torch.float32
     for other in (with_sigma(probe, 0.3, seed=1), with_sigma(probe, 0.5, seed=2)):
         assert not torch.equal(one.noise, other.noise)
-    training_noise = sample_noise(1, 3, tuple(probe.batch.latents.shape[1:]))
+    training_noise = sample_noise(1, 3, tuple(probe.latents.shape[1:]))
     assert not torch.equal(one.noise[0], training_noise)
     assert sigma_noise_seed(1, 0.5) != sigma_noise_seed(1, 0.3)
 
@@ -138,5 +137,5 @@ def test_a_line_is_read_back_exactly_with_none_for_nan() -> None:
 def test_a_batch_keeps_everything_but_noise_and_noise_levels() -> None:
     [probe] = probes([[5]])
     batch: StepBatch = with_sigma(probe, 0.25, 0)
-    same = replace(probe.batch, noise=batch.noise, sigmas=batch.sigmas)
+    same = replace(probe, noise=batch.noise, sigmas=batch.sigmas)
     assert same.latents is batch.latents and same.positions == batch.positions and same.text is batch.text
