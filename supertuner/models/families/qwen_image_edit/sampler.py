@@ -17,16 +17,20 @@ from numpy.typing import NDArray
 from torch import nn
 
 from supertuner.models.families.image_common import (
-    image_request_problem,
     pack_latents,
     pixels_per_latent,
     unpack_latents,
     unsupported_reason,
 )
-from supertuner.models.families.qwen_image.encoders import QwenMediaEncoder
-from supertuner.models.families.qwen_image.family import too_few_steps_reason
+from supertuner.models.families.qwen_image.encoders import QwenMediaEncoder, latent_mean_and_std
 from supertuner.models.families.qwen_image_edit.encoders import QwenEditTextEncoder, load_processor
-from supertuner.models.families.sampling_common import eval_with_autocast, require_possible, to_uint8
+from supertuner.models.families.sampling_common import (
+    eval_with_autocast,
+    request_problem,
+    require_possible,
+    to_uint8,
+    too_few_steps_reason,
+)
 from supertuner.models.spec import ModelDescription, SampleRequest, Tensors
 
 FamilyDenoise = Callable[[ModelDescription, nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
@@ -60,7 +64,8 @@ class QwenEditSampler:
             return "it has no reference image, and this model edits one"
         if reason := unsupported_reason(self._model, (3, *request.image.shape[:2])):
             return f"its reference image: {reason}"
-        return image_request_problem(self._model, request) or too_few_steps_reason(self._scheduler, request)
+        problem = request_problem(self._model, request, unsupported_reason)
+        return problem or too_few_steps_reason(self._scheduler, request)
 
     def _denoise_loop(self, request: SampleRequest, reference: torch.Tensor) -> torch.Tensor:
         guided = request.guidance_scale > 1
@@ -106,12 +111,9 @@ class QwenEditSampler:
         return self._scheduler.timesteps
 
     def _decode(self, latents: torch.Tensor) -> Any:
-        config = self._vae.config
-        frames = latents.to(self._vae.dtype)[:, :, None]
-        shape = (1, config.z_dim, 1, 1, 1)
-        mean = torch.tensor(config.latents_mean, device=self._device).view(shape)
-        inverse_std = 1.0 / torch.tensor(config.latents_std, device=self._device).view(shape)
-        decoded = self._vae.decode(frames / inverse_std + mean, return_dict=False)[0][:, :, 0]
+        mean, std = latent_mean_and_std(self._vae)
+        frames = latents.to(self._vae.dtype)[:, :, None] / (1.0 / std) + mean
+        decoded = self._vae.decode(frames, return_dict=False)[0][:, :, 0]
         return VaeImageProcessor().postprocess(decoded, output_type="np")
 
 

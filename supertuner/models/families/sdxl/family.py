@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import diffusers
 import torch
-from torch import nn
+from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from torch import Tensor, nn
+from transformers import CLIPTextModelWithProjection
 
 from supertuner.core.errors import ModelError
 from supertuner.models.adapters.targets import SELF_ATTENTION, target_presets
+from supertuner.models.families import tiny_pipelines
 from supertuner.models.families.image_common import (
+    IMAGE_PIPELINE,
     ImageFamily,
-    ImageSampling,
-    build_sampler,
+    image_call_arguments,
     image_model,
     image_unsupported_reason,
     pixels_per_latent,
 )
-from supertuner.models.families.sdxl.tiny import TinySdxl
+from supertuner.models.families.sampling_common import build_sampler
 from supertuner.models.families.text_common import CaptionEncoder, load_text_towers, stack_text
-from supertuner.models.families.tiny_pipelines import write_pipeline
 from supertuner.models.library_logging import quiet_libraries
 from supertuner.models.objective.diffusion import timestep_index
 from supertuner.models.objective.snr import scheduler_alphas_cumprod
@@ -122,18 +125,13 @@ def token_count(model: ModelDescription, shape: tuple[int, ...]) -> int:
 
 
 def denoise(
-    model: ModelDescription,
-    module: nn.Module,
-    noisy: torch.Tensor,
-    sigmas: torch.Tensor,
-    text: Tensors,
-    conditions: Tensors,
-) -> torch.Tensor:
+    model: ModelDescription, module: nn.Module, noisy: Tensor, sigmas: Tensor, text: Tensors, conditions: Tensors
+) -> Tensor:
     """Calls the UNet as the pipeline does. Without the condition `framing`, images count as uncropped and unresized, as
     the pipeline assumes for samples."""
     assert model.alphas_cumprod is not None
     framing = conditions.get("framing")
-    predicted: torch.Tensor = module(
+    predicted: Tensor = module(
         noisy,
         timestep_index(sigmas, len(model.alphas_cumprod)),
         encoder_hidden_states=text["embeds"],
@@ -146,20 +144,63 @@ def denoise(
     return predicted
 
 
-def _full_image_time_ids(model: ModelDescription, noisy: torch.Tensor) -> torch.Tensor:
+def _full_image_time_ids(model: ModelDescription, noisy: Tensor) -> Tensor:
     height, width = (side * pixels_per_latent(model) for side in noisy.shape[-2:])
     return torch.tensor([[height, width, 0, 0, height, width]] * len(noisy), dtype=torch.float32, device=noisy.device)
 
 
-SAMPLING: Final = ImageSampling(
-    unsupported_reason,
-    pipeline_options=lambda model: {
+PIPELINE: Final = replace(
+    IMAGE_PIPELINE,
+    unsupported_reason=unsupported_reason,
+    # The pipeline uses zeros only if the negative prompt is None; an empty string is encoded.
+    call_arguments=lambda model, request: {
+        **image_call_arguments(model, request),
+        "negative_prompt": request.negative_prompt or None,
+    },
+    constructor_arguments=lambda model: {
         "force_zeros_for_empty_prompt": _zeros_for_empty_prompt(model),
         "add_watermarker": False,
     },
-    # The pipeline uses zeros only if the negative prompt is None; an empty string is encoded.
-    call_arguments=lambda request: {"negative_prompt": request.negative_prompt or None},
 )
+
+
+def tiny_sdxl_pipeline(prediction: Literal["epsilon", "v"] = "epsilon") -> StableDiffusionXLPipeline:
+    """`v` is configured as in finetunes of SDXL with zero terminal SNR: the last timestep is pure noise."""
+    first, second = tiny_pipelines.byte_tokenizer(), tiny_pipelines.byte_tokenizer()
+    velocity = prediction == "v"
+    return StableDiffusionXLPipeline(
+        tokenizer=first,
+        tokenizer_2=second,
+        text_encoder=tiny_pipelines.clip_encoder(first, 8, 2),
+        text_encoder_2=tiny_pipelines.clip_encoder(second, 16, 2, CLIPTextModelWithProjection),
+        vae=tiny_pipelines.tiny_image_vae(channels=4, scaling_factor=0.13025, shift_factor=None),
+        unet=UNet2DConditionModel(
+            sample_size=8,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            block_out_channels=(8, 16, 16),
+            layers_per_block=1,
+            transformer_layers_per_block=(1, 1, 2),
+            attention_head_dim=(1, 2, 2),  # despite its name, this class reads it as the number of heads
+            cross_attention_dim=8 + 16,
+            norm_num_groups=4,
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=6 * 8 + 16,
+        ).eval(),
+        scheduler=EulerDiscreteScheduler(
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            prediction_type="v_prediction" if velocity else "epsilon",
+            rescale_betas_zero_snr=velocity,
+            timestep_spacing="trailing" if velocity else "leading",
+            steps_offset=1,
+        ),
+        add_watermarker=False,
+    )
+
 
 _MLP: Final = ("ff.net.0.proj", "ff.net.2")
 _OTHER_LINEAR: Final = ("proj_in", "proj_out", "linear_1", "linear_2", "time_emb_proj")
@@ -175,12 +216,12 @@ FAMILY: Final = ImageFamily(
     denoise=denoise,
     pad_text=pad_text,
     token_count=token_count,
-    build_sampler=partial(build_sampler, sampling=SAMPLING),
+    build_sampler=partial(build_sampler, options=PIPELINE),
     target_presets={
         **target_presets(SELF_ATTENTION, _MLP, _OTHER_LINEAR),
         "all_layers": (*SELF_ATTENTION, *_MLP, *_OTHER_LINEAR, *_CONVOLUTIONS),
     },
     export_prefix={"unet": "unet"},
-    write_tiny_pipeline=partial(write_pipeline, TinySdxl()),
+    write_tiny_pipeline=partial(tiny_pipelines.write_pipeline, tiny_sdxl_pipeline),
     batched_guidance=True,
 )
