@@ -61,13 +61,9 @@ def _snr_weight(snr: torch.Tensor, objective: TrainingObjective) -> torch.Tensor
     min_snr   epsilon: min(SNR, γ) / SNR = min(1, γ / SNR)   v: min(SNR, γ) / (SNR + 1)
     debiased  epsilon: √SNR / SNR = 1 / √SNR                 v: √SNR / (SNR + 1) = 1 / (√SNR + 1 / √SNR)
     """
-    predicts_epsilon = objective.prediction == "epsilon"
+    predicts_epsilon, gamma = objective.prediction == "epsilon", objective.snr_gamma
     if objective.weighting == "min_snr":
-        return (
-            (objective.snr_gamma / snr).clamp(max=1)
-            if predicts_epsilon
-            else snr.clamp(max=objective.snr_gamma) / (snr + 1)
-        )
+        return (gamma / snr).clamp(max=1) if predicts_epsilon else snr.clamp(max=gamma) / (snr + 1)
     return snr.clamp(min=MIN_SNR).rsqrt() if predicts_epsilon else 1 / (snr.sqrt() + snr.rsqrt())
 
 
