@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from supertuner.config.dialects.conversions import (
     ConversionNote,
     ConversionOutcome,
-    InvalidValue,
     SettingValue,
+    not_available,
     sibling_value,
 )
 from supertuner.config.settings.values import format_value
@@ -33,13 +33,11 @@ def ai_toolkit_snr_gamma(value: JSON, block: Mapping[str, JSON]) -> Sequence[Con
 def simpletuner_loss(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """SimpleTuner's `loss_type`."""
     if value == "smooth_l1":
-        return [
-            SettingValue("objective.loss", "huber"),
-            ConversionNote('sets objective.loss: "huber", which is smooth_l1 multiplied by huber_delta'),
-        ]
+        note = ConversionNote('sets objective.loss: "huber", which is smooth_l1 multiplied by huber_delta')
+        return [SettingValue("objective.loss", "huber"), note]
     if value in ("l2", "huber"):
         return [SettingValue("objective.loss", "mse" if value == "l2" else "huber")]
-    return [InvalidValue(f'{format_value(value)} is not available; allowed: "l2", "huber", "smooth_l1"')]
+    return [not_available(value, ("l2", "huber", "smooth_l1"))]
 
 
 def huber_delta(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:

@@ -13,7 +13,9 @@ from supertuner.config.dialects.conversions import (
     InvalidValue,
     KeyConversion,
     SettingValue,
+    not_a_switch,
     sibling_value,
+    switch_to,
 )
 from supertuner.config.settings.values import format_value
 from supertuner.core.types import JSON
@@ -24,13 +26,11 @@ def use_ema(default_decay: float) -> KeyConversion:
 
     def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
         if not isinstance(value, bool):
-            return [InvalidValue(f"{format_value(value)} is not true or false")]
+            return [not_a_switch(value)]
         if not value or sibling_value(block, "ema_decay") is not None:
             return []
-        return [
-            SettingValue("train.ema_decay", default_decay, is_implied=True),
-            ConversionNote(f"sets train.ema_decay: {default_decay:g}, the default"),
-        ]
+        note = ConversionNote(f"sets train.ema_decay: {default_decay:g}, the default")
+        return [SettingValue("train.ema_decay", default_decay, is_implied=True), note]
 
     return convert
 
@@ -49,11 +49,8 @@ def ema_decay(enabled_by_default: bool) -> KeyConversion:
 
 def disabled_ema(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """ai-toolkit's `ema_config` if it is not a block."""
-    return (
-        []
-        if value in (None, False)
-        else [InvalidValue(f"{format_value(value)} is not a block; it holds use_ema and ema_decay")]
-    )
+    problem = InvalidValue(f"{format_value(value)} is not a block; it holds use_ema and ema_decay")
+    return [] if value in (None, False) else [problem]
 
 
 def resume(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
@@ -71,13 +68,10 @@ def sample_prompts(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversio
     """ai-toolkit's `sample.prompts`."""
     if not isinstance(value, list):
         return [InvalidValue(f"{format_value(value)} is not a list of prompts")]
-    has_trigger = any(isinstance(prompt_text, str) and "[trigger]" in prompt_text for prompt_text in value)
-    notes = (
-        [ConversionNote("[trigger] is not replaced in these prompts; write the trigger word itself")]
-        if has_trigger
-        else []
-    )
-    return [SettingValue("validation.prompts", list(value)), *notes]
+    setting = SettingValue("validation.prompts", list(value))
+    if not any(isinstance(prompt, str) and "[trigger]" in prompt for prompt in value):
+        return [setting]
+    return [setting, ConversionNote("[trigger] is not replaced in these prompts; write the trigger word itself")]
 
 
 def sample_entries(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
@@ -131,7 +125,7 @@ def validation_interval(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conv
 def disable_validation(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """`validation_disable` and ai-toolkit's `disable_sampling`."""
     if not isinstance(value, bool):
-        return [InvalidValue(f"{format_value(value)} is not true or false")]
+        return [not_a_switch(value)]
     if not value:
         return []
     switches = [SettingValue(f"validation.{name}", False) for name in ("at_start", "at_end")]
@@ -140,23 +134,15 @@ def disable_validation(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conve
 
 def validate_at_start(inverted: bool, is_implied: bool = False) -> KeyConversion:
     """A switch for a validation before the first step; `inverted`: true turns it off."""
-
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-        if not isinstance(value, bool):
-            return [InvalidValue(f"{format_value(value)} is not true or false")]
-        return [SettingValue("validation.at_start", value != inverted, is_implied=is_implied)]
-
-    return convert
+    return switch_to("validation.at_start", not inverted, inverted, is_implied)
 
 
 def sample_interval(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """ai-toolkit's `sample_every`. ai-toolkit also samples before the first step; keys of `train` can turn both off."""
     if value in (None, 0):
         return []
-    return [
-        SettingValue("validation.every_steps", value, is_implied=True),
-        SettingValue("validation.at_start", True, is_implied=True),
-    ]
+    settings: dict[str, JSON] = {"every_steps": value, "at_start": True}
+    return [SettingValue(f"validation.{name}", setting, is_implied=True) for name, setting in settings.items()]
 
 
 def report_to(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
@@ -175,17 +161,14 @@ def report_to(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutc
 
 def tracker_project_name(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """SimpleTuner's `tracker_project_name`, which `report_to` reads."""
-    return (
-        []
-        if "wandb" in str(sibling_value(block, "report_to"))
-        else [ConversionNote("has no effect: nothing is reported to wandb")]
-    )
+    reports = "wandb" in str(sibling_value(block, "report_to"))
+    return [] if reports else [ConversionNote("has no effect: nothing is reported to wandb")]
 
 
 def use_wandb(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """ai-toolkit's `logging.use_wandb`."""
     if not isinstance(value, bool):
-        return [InvalidValue(f"{format_value(value)} is not true or false")]
+        return [not_a_switch(value)]
     return [SettingValue("report.wandb", block.get("project_name") or "ai-toolkit")] if value else []
 
 
