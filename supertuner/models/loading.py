@@ -112,14 +112,12 @@ def _from_config(component_class: Any, config: dict[str, Any]) -> Any:
     return component_class(component_class.config_class.from_dict(config))
 
 
-def _from_folder(
-    component_class: Any, variant: str | None, folder: Path, component: str, dtype: torch.dtype
-) -> nn.Module:
+def _from_folder(component_class: Any, variant: str | None, folder: Path, name: str, dtype: torch.dtype) -> nn.Module:
     # The argument has different names in the two libraries, and each ignores unknown arguments.
     dtype_argument = {"torch_dtype" if component_class.__module__.startswith("diffusers.") else "dtype": dtype}
     loaded, report = component_class.from_pretrained(
         str(folder),
-        subfolder=component,
+        subfolder=name,
         variant=variant,
         use_safetensors=True,
         local_files_only=True,
@@ -129,7 +127,7 @@ def _from_folder(
     if missing := sorted(report["missing_keys"]):
         examples = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
         lacking = f"{len(missing)} tensors that its config needs ({examples})"
-        raise ModelError(f"{folder / component} lacks {lacking}; download it again")
+        raise ModelError(f"{folder / name} lacks {lacking}; download it again")
     assert isinstance(loaded, nn.Module)
     return loaded
 

@@ -83,8 +83,9 @@ class SourceTranslator:
         job = tree["config"]
         rest = {name: value for name, value in tree.items() if name != "config"}
         match job:
-            case {"process": [Mapping() as process], **job_settings}:
+            case {"process": [Mapping() as process]}:
                 self._translate_block(rest, (), run_keys(), "", "")
+                job_settings = {name: value for name, value in job.items() if name != "process"}
                 self._translate_block(job_settings, (), run_keys(), "", "config.")
                 return dict(process), "config.process[0].", AI_TOOLKIT
         shape = "a block with a list `process` of one block"

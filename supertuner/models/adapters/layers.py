@@ -97,6 +97,12 @@ def check_module_patterns(keys: Sequence[str], modules: Sequence[ModuleAdapterSe
             )
 
 
+def trainable_parameters(module: nn.Module, adapter_name: str) -> dict[str, nn.Parameter]:
+    """The parameters that are not frozen, by their names without the adapter's own name."""
+    trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return {name.replace(f".{adapter_name}.", "."): parameter for name, parameter in trainable.items()}
+
+
 def summarize_names(names: Sequence[str], limit: int = 12) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 

@@ -17,7 +17,7 @@ import xxhash
 from torch import nn
 
 from supertuner.config.settings.model import AdapterSettings
-from supertuner.models.adapters.layers import AdapterSize
+from supertuner.models.adapters.layers import AdapterSize, trainable_parameters
 from supertuner.models.spec import Tensors
 
 SUBMODULE_NAME = "lycoris"
@@ -44,11 +44,7 @@ def inject(
             adapter = _build_adapter(key, layer, settings, size).to(device, torch.float32).requires_grad_(True)
             adapter.apply_to()
             layer.add_module(SUBMODULE_NAME, adapter)
-    return {
-        key.replace(f".{SUBMODULE_NAME}.", "."): parameter
-        for key, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
+    return trainable_parameters(module, SUBMODULE_NAME)
 
 
 def export_tensors(module: nn.Module, layers: Mapping[str, AdapterSize]) -> Tensors:

@@ -86,10 +86,8 @@ def _latent_shift_and_scale(vae: Any) -> tuple[torch.Tensor | float, torch.Tenso
     config = vae.config
     if config.latents_mean is None or config.latents_std is None:
         return config.shift_factor or 0.0, config.scaling_factor
-    mean, std = (
-        torch.tensor(numbers, device=vae.device).view(1, -1, 1, 1)
-        for numbers in (config.latents_mean, config.latents_std)
-    )
+    statistics = config.latents_mean, config.latents_std
+    mean, std = (torch.tensor(numbers, device=vae.device).view(1, -1, 1, 1) for numbers in statistics)
     return mean, config.scaling_factor / std
 
 

@@ -10,16 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransfo
 from torch import Tensor, nn
 
 from supertuner.models.adapters.targets import JOINT_ATTENTION, target_presets
-from supertuner.models.families import tiny_pipelines
-from supertuner.models.families.image_common import (
-    PATCH_SIZE,
-    ImageFamily,
-    decode_image,
-    image_model,
-    pack_latents,
-    unpack_latents,
-    unsupported_reason,
-)
+from supertuner.models.families import image_common, tiny_pipelines
 from supertuner.models.families.sampling_common import PipelineOptions, build_sampler
 from supertuner.models.families.text_common import CaptionEncoder, load_text_towers
 from supertuner.models.pipeline_files import largest_shift, read_pipeline
@@ -38,7 +29,7 @@ def read_model(source: ModelSource) -> ModelDescription:
     source, configs = read_pipeline(source, NAME, COMPONENTS)
     distilled = configs["transformer"].get("guidance_embeds")
     title = f"Flux, {'guidance is an input' if distilled else 'without guidance'}"
-    return image_model(source, configs, title=title, shift=largest_shift(source, configs, 1.15))
+    return image_common.image_model(source, configs, title=title, shift=largest_shift(source, configs, 1.15))
 
 
 def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> CaptionEncoder:
@@ -65,7 +56,7 @@ def denoise(
     embeds = text["embeds"]
     has_guidance_input = bool(model.configs["transformer"].get("guidance_embeds"))
     predicted = module(
-        hidden_states=pack_latents(noisy),
+        hidden_states=image_common.pack_latents(noisy),
         timestep=sigmas,
         guidance=torch.full_like(sigmas, TRAINING_GUIDANCE) if has_guidance_input else None,
         pooled_projections=text["pooled"],
@@ -74,12 +65,12 @@ def denoise(
         img_ids=token_coordinates(noisy.shape, noisy.device),
         return_dict=False,
     )[0]
-    return unpack_latents(predicted, noisy.shape)
+    return image_common.unpack_latents(predicted, noisy.shape)
 
 
 def token_coordinates(shape: torch.Size, device: torch.device) -> Tensor:
     """(0, row, column) of each token."""
-    rows, columns = shape[-2] // PATCH_SIZE, shape[-1] // PATCH_SIZE
+    rows, columns = shape[-2] // image_common.PATCH_SIZE, shape[-1] // image_common.PATCH_SIZE
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     coordinates = torch.stack([torch.zeros_like(row), row, column], dim=-1)
     return coordinates.reshape(-1, 3).to(device, torch.float32)
@@ -91,8 +82,11 @@ def _call_arguments(model: ModelDescription, request: SampleRequest) -> dict[str
 
 
 def _decode_sample(pipeline: Any, output: Any, request: SampleRequest) -> Any:
-    scale = pipeline.vae_scale_factor
-    return decode_image(pipeline, pipeline._unpack_latents(output.images, request.height, request.width, scale))
+    sizes = (request.height, request.width, pipeline.vae_scale_factor)
+    return image_common.decode_image(pipeline, pipeline._unpack_latents(output.images, *sizes))
+
+
+PIPELINE: Final = PipelineOptions(image_common.unsupported_reason, _call_arguments, _decode_sample)
 
 
 def tiny_flux_pipeline(guidance: bool = True) -> FluxPipeline:
@@ -123,13 +117,13 @@ _MLP: Final = ("net.0.proj", "net.2", "proj_mlp", "proj_out")
 _OTHER_LINEAR: Final = ("x_embedder", "context_embedder", "linear_1", "linear_2", "linear")
 """Embedders, and the layers that modulate norms. schnell has one embedder less, so they are named by their endings."""
 
-FAMILY: Final = ImageFamily(
+FAMILY: Final = image_common.ImageFamily(
     name=NAME,
     modelspec_architecture="flux-1",
     read_model=read_model,
     build_text_encoder=build_text_encoder,
     denoise=denoise,
-    build_sampler=partial(build_sampler, options=PipelineOptions(unsupported_reason, _call_arguments, _decode_sample)),
+    build_sampler=partial(build_sampler, options=PIPELINE),
     target_presets=target_presets(JOINT_ATTENTION, _MLP, _OTHER_LINEAR),
     write_tiny_pipeline=partial(tiny_pipelines.write_pipeline, tiny_flux_pipeline),
 )

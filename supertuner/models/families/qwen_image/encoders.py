@@ -80,11 +80,8 @@ def build_text_encoder(model: ModelDescription, device: torch.device, dtype: tor
 
     def encode(caption: str) -> Tensors:
         tokens = tower.tokenizer([TEXT_TO_IMAGE.with_caption(caption)], return_tensors="pt", verbose=False)
-        hidden = last_hidden_state(
-            tower.encoder,
-            input_ids=tokens.input_ids[:, :end].to(device),
-            attention_mask=tokens.attention_mask[:, :end].to(device),
-        )
+        ids, mask = tokens.input_ids[:, :end].to(device), tokens.attention_mask[:, :end].to(device)
+        hidden = last_hidden_state(tower.encoder, input_ids=ids, attention_mask=mask)
         return {"embeds": hidden[0, start:].cpu().clone()}
 
     return CaptionEncoder([tower], encode, lambda caption: tower.exceeds(TEXT_TO_IMAGE.with_caption(caption), end))

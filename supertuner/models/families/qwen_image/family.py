@@ -11,20 +11,8 @@ from torch import Tensor, nn
 
 from supertuner.core.errors import ModelError
 from supertuner.models.adapters.targets import JOINT_ATTENTION, target_presets
-from supertuner.models.families.image_common import (
-    PATCH_SIZE,
-    ImageFamily,
-    image_model,
-    pack_latents,
-    unpack_latents,
-    unsupported_reason,
-)
-from supertuner.models.families.qwen_image.encoders import (
-    TEXT_TO_IMAGE,
-    build_media_encoder,
-    build_text_encoder,
-    pad_text,
-)
+from supertuner.models.families import image_common
+from supertuner.models.families.qwen_image import encoders
 from supertuner.models.families.qwen_image.tiny import tiny_qwen_pipeline
 from supertuner.models.families.sampling_common import PipelineOptions, build_sampler
 from supertuner.models.families.tiny_pipelines import write_pipeline
@@ -40,7 +28,7 @@ REFERENCE_TOKENS: Final = 4096
 def read_model(source: ModelSource) -> ModelDescription:
     source, configs = read_pipeline(source, NAME, COMPONENTS)
     require_supported(source, configs)
-    return image_model(source, configs, title="Qwen-Image", shift=scheduler_shift(source, configs))
+    return image_common.image_model(source, configs, title="Qwen-Image", shift=scheduler_shift(source, configs))
 
 
 def require_supported(source: ModelSource, configs: Mapping[str, ConfigDict]) -> None:
@@ -66,9 +54,9 @@ def denoise(
     model: ModelDescription, module: nn.Module, noisy: Tensor, sigmas: Tensor, text: Tensors, conditions: Tensors
 ) -> Tensor:
     """Calls the transformer as the pipeline does: packed tokens, their grid, and sigmas without a factor."""
-    return unpack_latents(
-        predict_tokens(module, pack_latents(noisy), [token_grid(noisy.shape)], sigmas, text), noisy.shape
-    )
+    packed = image_common.pack_latents(noisy)
+    predicted = predict_tokens(module, packed, [token_grid(noisy.shape)], sigmas, text)
+    return image_common.unpack_latents(predicted, noisy.shape)
 
 
 def predict_tokens(
@@ -89,7 +77,7 @@ def predict_tokens(
 
 def token_grid(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Frames, rows and columns of tokens of latents of this shape (… H W)."""
-    return 1, shape[-2] // PATCH_SIZE, shape[-1] // PATCH_SIZE
+    return 1, shape[-2] // image_common.PATCH_SIZE, shape[-1] // image_common.PATCH_SIZE
 
 
 def _call_arguments(model: ModelDescription, request: SampleRequest) -> dict[str, Any]:
@@ -98,13 +86,13 @@ def _call_arguments(model: ModelDescription, request: SampleRequest) -> dict[str
     return {
         "negative_prompt": request.negative_prompt if request.guidance_scale > 1 else None,
         "true_cfg_scale": request.guidance_scale,
-        "max_sequence_length": TEXT_TO_IMAGE.max_caption_tokens,
+        "max_sequence_length": encoders.TEXT_TO_IMAGE.max_caption_tokens,
         "output_type": "np",
     }
 
 
 PIPELINE: Final = PipelineOptions(
-    unsupported_reason, _call_arguments, lambda _pipeline, output, _request: output.images
+    image_common.unsupported_reason, _call_arguments, lambda _pipeline, output, _request: output.images
 )
 """The VAE decodes in fp32."""
 
@@ -114,13 +102,13 @@ _OTHER_LINEAR: Final = (
 )  # fmt: skip
 """Layers that modulate norms, embedders, and the last layers."""
 
-FAMILY: Final = ImageFamily(
+FAMILY: Final = image_common.ImageFamily(
     name=NAME,
     read_model=read_model,
-    build_media_encoder=build_media_encoder,
-    build_text_encoder=build_text_encoder,
+    build_media_encoder=encoders.build_media_encoder,
+    build_text_encoder=encoders.build_text_encoder,
     denoise=denoise,
-    pad_text=pad_text,
+    pad_text=encoders.pad_text,
     build_sampler=partial(build_sampler, options=PIPELINE),
     target_presets=target_presets(JOINT_ATTENTION, _MLP, _OTHER_LINEAR),
     write_tiny_pipeline=partial(write_pipeline, tiny_qwen_pipeline),

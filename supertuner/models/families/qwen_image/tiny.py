@@ -5,12 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from diffusers import (
-    AutoencoderKLQwenImage,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-)
+import diffusers
 from tokenizers import pre_tokenizers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
@@ -23,20 +18,20 @@ SPECIAL_TOKENS: Final = (
 TEXT_WIDTH: Final = 16
 
 
-def tiny_qwen_pipeline() -> QwenImagePipeline:
+def tiny_qwen_pipeline() -> diffusers.QwenImagePipeline:
     tokenizer = _tokenizer()
-    return QwenImagePipeline(
+    return diffusers.QwenImagePipeline(
         tokenizer=tokenizer,
         text_encoder=_vision_language_encoder(tokenizer),
-        vae=AutoencoderKLQwenImage(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1).eval(),
-        transformer=QwenImageTransformer2DModel(
+        vae=diffusers.AutoencoderKLQwenImage(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1).eval(),
+        transformer=diffusers.QwenImageTransformer2DModel(
             num_layers=2,
             attention_head_dim=16,
             num_attention_heads=2,
             joint_attention_dim=TEXT_WIDTH,
             axes_dims_rope=(4, 6, 6),
         ).eval(),
-        scheduler=FlowMatchEulerDiscreteScheduler(  # as published with Qwen-Image
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(  # as published with Qwen-Image
             base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02, use_dynamic_shifting=True
         ),
     )

@@ -16,21 +16,9 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_shif
 from numpy.typing import NDArray
 from torch import nn
 
-from supertuner.models.families.image_common import (
-    pack_latents,
-    pixels_per_latent,
-    unpack_latents,
-    unsupported_reason,
-)
+from supertuner.models.families import image_common, sampling_common
 from supertuner.models.families.qwen_image.encoders import QwenMediaEncoder, latent_mean_and_std
 from supertuner.models.families.qwen_image_edit.encoders import QwenEditTextEncoder, load_processor
-from supertuner.models.families.sampling_common import (
-    eval_with_autocast,
-    request_problem,
-    require_possible,
-    to_uint8,
-    too_few_steps_reason,
-)
 from supertuner.models.spec import ModelDescription, SampleRequest, Tensors
 
 FamilyDenoise = Callable[[ModelDescription, nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
@@ -53,38 +41,34 @@ class QwenEditSampler:
 
     @torch.no_grad()
     def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
-        require_possible(request, self._unsupported_reason(request))
+        sampling_common.require_possible(request, self._unsupported_reason(request))
         reference = torch.from_numpy(np.array(request.image)).permute(2, 0, 1)
-        with eval_with_autocast([self._module], self._device, self._dtype):
+        with sampling_common.eval_with_autocast([self._module], self._device, self._dtype):
             latents = self._denoise_loop(request, reference)
-        return to_uint8(self._decode(latents))
+        return sampling_common.to_uint8(self._decode(latents))
 
     def _unsupported_reason(self, request: SampleRequest) -> str | None:
         if request.image is None:
             return "it has no reference image, and this model edits one"
-        if reason := unsupported_reason(self._model, (3, *request.image.shape[:2])):
+        if reason := image_common.unsupported_reason(self._model, (3, *request.image.shape[:2])):
             return f"its reference image: {reason}"
-        problem = request_problem(self._model, request, unsupported_reason)
-        return problem or too_few_steps_reason(self._scheduler, request)
+        problem = sampling_common.request_problem(self._model, request, image_common.unsupported_reason)
+        return problem or sampling_common.too_few_steps_reason(self._scheduler, request)
 
     def _denoise_loop(self, request: SampleRequest, reference: torch.Tensor) -> torch.Tensor:
         guided = request.guidance_scale > 1
-        texts = [
-            self._encode_prompt(prompt, reference) for prompt in (request.prompt, request.negative_prompt)[: 1 + guided]
-        ]
+        prompts = [request.prompt, request.negative_prompt] if guided else [request.prompt]
+        texts = [self._encode_prompt(prompt, reference) for prompt in prompts]
         latents = self._initial_noise(request, texts[0]["embeds"].dtype)
         condition = self._media_encoder.encode(reference[None])["latents"].to(self._device, latents.dtype)
         for step in self._timesteps(request, latents):
             sigma = step.expand(1).to(latents.dtype) / 1000
-            predictions = [
-                pack_latents(self._denoise(self._model, self._module, latents, sigma, text, {"condition": condition}))
-                for text in texts
-            ]
-            predicted = (
-                _apply_guidance(predictions[0], predictions[1], request.guidance_scale) if guided else predictions[0]
-            )
-            packed = self._scheduler.step(predicted, step, pack_latents(latents), return_dict=False)[0]
-            latents = unpack_latents(packed, latents.shape)
+            inputs = (self._model, self._module, latents, sigma)
+            denoised = [self._denoise(*inputs, text, {"condition": condition}) for text in texts]
+            predictions = [image_common.pack_latents(prediction) for prediction in denoised]
+            predicted = _apply_guidance(*predictions, request.guidance_scale) if guided else predictions[0]
+            packed = self._scheduler.step(predicted, step, image_common.pack_latents(latents), return_dict=False)[0]
+            latents = image_common.unpack_latents(packed, latents.shape)
         return latents
 
     def _encode_prompt(self, prompt: str, reference: torch.Tensor) -> Tensors:
@@ -92,7 +76,7 @@ class QwenEditSampler:
         return {name: tensor[None].to(self._device) for name, tensor in fields.items()}
 
     def _initial_noise(self, request: SampleRequest, dtype: torch.dtype) -> torch.Tensor:
-        scale_factor = pixels_per_latent(self._model)
+        scale_factor = image_common.pixels_per_latent(self._model)
         shape = (1, self._vae.config.z_dim, request.height // scale_factor, request.width // scale_factor)
         generator = torch.Generator().manual_seed(request.seed)
         return torch.randn(shape, generator=generator, dtype=dtype).to(self._device)
@@ -100,7 +84,7 @@ class QwenEditSampler:
     def _timesteps(self, request: SampleRequest, latents: torch.Tensor) -> Any:
         config, count = self._scheduler.config, request.inference_steps
         mu = calculate_shift(
-            pack_latents(latents).shape[1],
+            image_common.pack_latents(latents).shape[1],
             config.get("base_image_seq_len", 256),
             config.get("max_image_seq_len", 4096),
             config.get("base_shift", 0.5),

@@ -13,14 +13,7 @@ from torch.nn.functional import pad
 from transformers import CLIPTextModelWithProjection
 
 from supertuner.models.adapters.targets import JOINT_ATTENTION, target_presets
-from supertuner.models.families import tiny_pipelines
-from supertuner.models.families.image_common import (
-    IMAGE_PIPELINE,
-    ImageFamily,
-    image_model,
-    image_unsupported_reason,
-    pixels_per_latent,
-)
+from supertuner.models.families import image_common, tiny_pipelines
 from supertuner.models.families.sampling_common import build_sampler
 from supertuner.models.families.text_common import CaptionEncoder, load_text_towers
 from supertuner.models.pipeline_files import largest_shift, read_pipeline
@@ -38,7 +31,7 @@ MAX_TEXT_TOKENS: Final = 256
 def read_model(source: ModelSource) -> ModelDescription:
     source, configs = read_pipeline(source, NAME, COMPONENTS)
     title = f"Stable Diffusion {'3.5' if configs['transformer'].get('qk_norm') else '3'}"
-    return image_model(source, configs, title=title, shift=largest_shift(source, configs, 1.16))
+    return image_common.image_model(source, configs, title=title, shift=largest_shift(source, configs, 1.16))
 
 
 def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> CaptionEncoder:
@@ -62,8 +55,8 @@ def build_text_encoder(model: ModelDescription, device: torch.device, dtype: tor
 
 def unsupported_reason(model: ModelDescription, shape: tuple[int, ...]) -> str | None:
     """Sides must be whole patches, and within the positions that the model has embeddings for."""
-    multiple = pixels_per_latent(model) * _patch_size(model)
-    if (reason := image_unsupported_reason(shape, multiple)) is not None:
+    multiple = image_common.pixels_per_latent(model) * _patch_size(model)
+    if (reason := image_common.image_unsupported_reason(shape, multiple)) is not None:
         return reason
     max_side = _transformer_integer(model, "pos_embed_max_size", 96) * multiple
     if max(shape[1:]) > max_side:
@@ -129,11 +122,12 @@ def tiny_sd35_pipeline(kind: Literal["medium", "large", "3"] = "medium") -> Stab
     )
 
 
+PIPELINE: Final = replace(image_common.IMAGE_PIPELINE, unsupported_reason=unsupported_reason)
 _MLP: Final = ("net.0.proj", "net.2")
 _OTHER_LINEAR: Final = ("context_embedder", "linear_1", "linear_2", "linear", "proj_out")
 """Embedders, the layers that modulate norms, and the last layer."""
 
-FAMILY: Final = ImageFamily(
+FAMILY: Final = image_common.ImageFamily(
     name=NAME,
     modelspec_architecture="stable-diffusion-3.5",
     read_model=read_model,
@@ -141,7 +135,7 @@ FAMILY: Final = ImageFamily(
     unsupported_reason=unsupported_reason,
     denoise=denoise,
     token_count=token_count,
-    build_sampler=partial(build_sampler, options=replace(IMAGE_PIPELINE, unsupported_reason=unsupported_reason)),
+    build_sampler=partial(build_sampler, options=PIPELINE),
     target_presets=target_presets(JOINT_ATTENTION, _MLP, _OTHER_LINEAR),
     write_tiny_pipeline=partial(tiny_pipelines.write_pipeline, tiny_sd35_pipeline),
     batched_guidance=True,

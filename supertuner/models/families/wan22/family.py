@@ -179,12 +179,11 @@ def _constructor_arguments(model: ModelDescription) -> dict[str, Any]:
     return {**options, **dict.fromkeys(missing)}
 
 
-PIPELINE: Final = PipelineOptions(
-    unsupported_reason,
-    _call_arguments,
-    lambda _pipeline, output, _request: output.frames[0],
-    _constructor_arguments,
-)
+def _output_pixels(pipeline: Any, output: Any, request: SampleRequest) -> Any:
+    return output.frames[0]
+
+
+PIPELINE: Final = PipelineOptions(unsupported_reason, _call_arguments, _output_pixels, _constructor_arguments)
 
 _MLP: Final = ("ffn.net.0.proj", "ffn.net.2")
 _OTHER_LINEAR: Final = ("linear_1", "linear_2", "time_proj", "proj_out")
