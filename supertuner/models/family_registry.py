@@ -33,10 +33,9 @@ FAMILY_BY_PIPELINE: Final[Mapping[str, str]] = {
 
 def load_family(name: str | None) -> Family:
     """The family with this name. Imports its libraries. Raises ModelError with the known names if there is none."""
-    if name is None:
-        raise ModelError(f"model.family is not set; set it to one of {', '.join(FAMILY_MODULES)}")
-    if name not in FAMILY_MODULES:
-        raise ModelError(f"model.family is {name!r}; set it to one of {', '.join(FAMILY_MODULES)}")
+    if name is None or name not in FAMILY_MODULES:
+        value = "not set" if name is None else repr(name)
+        raise ModelError(f"model.family is {value}; set it to one of {', '.join(FAMILY_MODULES)}")
     module, attribute = FAMILY_MODULES[name].split(":")
     disabled_level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # on import, the libraries log which of their optional dependencies are missing

@@ -19,17 +19,9 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys and list positions, from the root down."""
 
 CHANGEABLE_SETTINGS: Final = (
-    "checkpoints.in_background",
-    "datasets[].in_memory.num_workers",
-    "forecast",
-    "loader.num_workers",
-    "loader.prefetch_batches",
-    "memory",
-    "parallel",
-    "plan",
-    "report",
-    "gh200_optimizations.enable_uvm_hints",
-)
+    "checkpoints.in_background", "datasets[].in_memory.num_workers", "forecast", "loader.num_workers",
+    "loader.prefetch_batches", "memory", "parallel", "plan", "report", "gh200_optimizations.enable_uvm_hints",
+)  # fmt: skip
 """Patterns of settings and blocks that do not affect what is trained: where memory is, how many threads work, what is
 reported. They may change between two sessions of one run. All other settings that differ from their defaults identify
 the run; a setting that a later version adds does not count while it has its default."""

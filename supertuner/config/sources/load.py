@@ -76,7 +76,9 @@ def load_config(
     not on this machine, and lists them in `path_problems`. Raises ConfigError with every problem.
     """
     source_name, content = _read_source(source)
-    layers = list(_collect_layers(source, content, sets, overrides or {}, environ))
+    path = Path(MAPPING_NAME) if isinstance(source, Mapping) else source
+    environ = environment.current_environment() if environ is None else environ
+    layers = list(_collect_layers(path, content, sets, overrides or {}, environ))
     written_values = merge_layers(layers)
     resolved_values = resolve.resolve_paths(written_values)
     config, found_problems = _validate(resolved_values)
@@ -118,18 +120,12 @@ def _read_source(source: Path | Mapping[str, JSON] | None) -> tuple[str, bytes]:
 
 
 def _collect_layers(
-    source: Path | Mapping[str, JSON] | None,
-    content: bytes,
-    sets: Sequence[str],
-    overrides: Mapping[str, JSON],
-    environ: Mapping[str, str] | None,
+    path: Path | None, content: bytes, sets: Sequence[str], overrides: Mapping[str, JSON], environ: Mapping[str, str]
 ) -> Iterator[ConfigLayer]:
     working_folder = Path.cwd()
-    environ = environment.current_environment() if environ is None else environ
     yield from environment.environment_layers(environ, working_folder)
-    if source is not None:
-        path = source.absolute() if isinstance(source, Path) else working_folder / MAPPING_NAME
-        yield _file_layer(path, content)
+    if path is not None:
+        yield _file_layer(path.absolute(), content)
     for text in sets:
         yield _set_layer(text, working_folder)
     for name, value in overrides.items():

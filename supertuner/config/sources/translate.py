@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 from supertuner.config.dialects import conversions
 from supertuner.config.dialects import lycoris as lycoris_dialect
@@ -26,6 +27,9 @@ CONDITIONING_REFUSAL = (
 )
 
 
+Block: TypeAlias = Mapping[str, JSON]
+
+
 class SourceTranslator:
     """Fills one ConfigLayer from one source. An instance is used once."""
 
@@ -34,7 +38,7 @@ class SourceTranslator:
         self._source = self._main_source = source
         self._dataset_count = 0
 
-    def translate_file(self, tree: Mapping[str, JSON]) -> ConfigLayer:
+    def translate_file(self, tree: Block) -> ConfigLayer:
         """Translate a whole file."""
         rest, prefix, dialect = self._unwrap_ai_toolkit_job(tree)
         rest.pop("$schema", None)  # for editors
@@ -45,7 +49,7 @@ class SourceTranslator:
         for source_key, value in lycoris_files.items():
             self._translate_lycoris_file(value, prefix + source_key, rest)
         if dialect == AI_TOOLKIT and "model" in rest and not {"network", "adapter"} & rest.keys():
-            self._put_value(("adapter", "type"), "full", f"{prefix}network", AI_TOOLKIT, is_implied=True)
+            self._put_value(("adapter", "type"), "full", f"{prefix}network", AI_TOOLKIT, implied=True)
             self._add_warning(f"{prefix}network", 'is missing, so all weights are trained: adapter.type "full"')
         self._translate_dataset_lists(dataset_lists, prefix, dialect)
         self._apply_inherited_values(inherited_values, prefix)
@@ -75,7 +79,7 @@ class SourceTranslator:
             block, dataset_path = _nested_mapping(key_path[2:], value), key_path[:2]
             self._translate_block(block, dataset_path, dataset_keys(""), "", f"{format_path(dataset_path)}.")
 
-    def _unwrap_ai_toolkit_job(self, tree: Mapping[str, JSON]) -> tuple[dict[str, JSON], str, str]:
+    def _unwrap_ai_toolkit_job(self, tree: Block) -> tuple[dict[str, JSON], str, str]:
         """If the file is a job of ai-toolkit, its `config.process[0]`. Returns (settings, prefix of their keys,
         dialect)."""
         if "config" not in tree:
@@ -93,12 +97,7 @@ class SourceTranslator:
         return rest, "", ""
 
     def _translate_block(
-        self,
-        tree: Mapping[str, JSON],
-        block_path: KeyPath,
-        dialect_keys: Mapping[str, DialectKey],
-        dialect_path: str,
-        prefix: str,
+        self, tree: Block, block_path: KeyPath, dialect_keys: Mapping[str, DialectKey], dialect_path: str, prefix: str
     ) -> None:
         """Translate a block: `block_path` is its path in our tree, `dialect_path` its path in `dialect_keys`, and
         `prefix` is prepended to its keys in messages."""
@@ -138,33 +137,27 @@ class SourceTranslator:
                 self._add_problem(name, not_a_block_message(key_paths.pattern(block_path), entry))
 
     def _translate_dialect_key(
-        self,
-        dialect_key: DialectKey,
-        value: JSON,
-        block: Mapping[str, JSON],
-        dataset_path: KeyPath,
-        source_key: str,
-        is_implied: bool = False,
+        self, key: DialectKey, value: JSON, block: Block, dataset_path: KeyPath, source_key: str, implied: bool = False
     ) -> None:
         """Apply the conversion of a dialect's key. `dataset_path` is the dataset that contains it, or ()."""
-        if dialect_key.convert is None:
-            self._add_warning(source_key, dialect_key.ignored_reason)
+        if key.convert is None:
+            self._add_warning(source_key, key.ignored_reason)
             return
         # SimpleTuner's files hold command-line arguments, so that any value may be quoted text
-        is_command_line = dialect_key.dialect == SIMPLETUNER and not dataset_path
+        is_command_line = key.dialect == SIMPLETUNER and not dataset_path
         text = value if isinstance(value, str) and (self._source.is_text or is_command_line) else None
         parsed = parse_text(text) if text is not None else value
-        for outcome in dialect_key.convert(parsed, block):
-            self._apply_outcome(outcome, dialect_key, dataset_path, source_key, (parsed, text), is_implied)
+        for outcome in key.convert(parsed, block):
+            self._apply_outcome(outcome, key.dialect, dataset_path, source_key, (parsed, text), implied)
 
     def _apply_outcome(
         self,
         outcome: conversions.ConversionOutcome,
-        dialect_key: DialectKey,
+        dialect: str,
         dataset_path: KeyPath,
         source_key: str,
         parsed_and_text: tuple[JSON, str | None],
-        is_implied: bool,
+        implied: bool,
     ) -> None:
         match outcome:
             case conversions.ConversionNote(message):
@@ -177,20 +170,14 @@ class SourceTranslator:
                 key_path = inner if to.startswith("^") else (*dataset_path, *inner)
                 text = parsed_and_text[1] if value == parsed_and_text[0] else None
                 is_unchanged = format_path(key_path) == source_key and value == parsed_and_text[0]
-                dialect = "" if is_unchanged else dialect_key.dialect
-                self._put_value(key_path, value, source_key, dialect, is_implied or is_weak, text)
+                dialect = "" if is_unchanged else dialect
+                self._put_value(key_path, value, source_key, dialect, implied or is_weak, text)
 
     def _put_value(
-        self,
-        key_path: KeyPath,
-        value: JSON,
-        source_key: str,
-        dialect: str,
-        is_implied: bool = False,
-        text: str | None = None,
+        self, path: KeyPath, value: JSON, source_key: str, dialect: str, implied: bool = False, text: str | None = None
     ) -> None:
-        setting = key_paths.setting_at(key_path)
-        assert setting is not None, key_path
+        setting = key_paths.setting_at(path)
+        assert setting is not None, path
         if text is None and self._source.is_text and isinstance(value, str):
             text, value = value, parse_text(value)
         if text is not None:
@@ -198,16 +185,16 @@ class SourceTranslator:
         if setting.is_path and value == "":
             self._add_problem(source_key, "is empty; set a path, or remove it")
             return
-        provenance = Provenance(value, self._source, source_key, dialect, is_implied)
-        existing = self.layer.values.get(key_path)
-        if existing is None or (existing.is_implied and not is_implied):
-            self.layer.values[key_path] = provenance
+        provenance = Provenance(value, self._source, source_key, dialect, implied)
+        existing = self.layer.values.get(path)
+        if existing is None or (existing.is_implied and not implied):
+            self.layer.values[path] = provenance
         elif existing.value != value and existing.is_implied:
-            both = f"both set {format_path(key_path)}"
+            both = f"both set {format_path(path)}"
             self._add_warning(source_key, f"has no effect: {existing.source_key} overrides it, {both}")
-        elif existing.value != value and not is_implied:
+        elif existing.value != value and not implied:
             other = f"{existing.source_key} is {format_value(existing.value)}"
-            both = f"both set {format_path(key_path)}: remove one"
+            both = f"both set {format_path(path)}: remove one"
             self._add_problem(source_key, f"is {format_value(value)}, but {other}; {both}")
 
     def _translate_dataset_lists(self, lists: Mapping[str, JSON], prefix: str, dialect: str) -> None:
@@ -244,7 +231,7 @@ class SourceTranslator:
             self._translate_dataset_entries(tree, "", SIMPLETUNER)
             self._source = outer_source
 
-    def _translate_lycoris_file(self, value: JSON, source_key: str, block: Mapping[str, JSON]) -> None:
+    def _translate_lycoris_file(self, value: JSON, source_key: str, block: Block) -> None:
         """Translate SimpleTuner's `lycoris_config`, a separate file."""
         if conversions.sibling_value(block, "lora_type") != "lycoris":
             self._add_warning(source_key, 'has an effect only with lora_type: "lycoris"')
@@ -256,8 +243,7 @@ class SourceTranslator:
         self._source, tree = source_and_tree
         if isinstance(tree, Mapping):
             for name, outcome in lycoris_dialect.convert_lycoris_config(tree):
-                key = DialectKey(SIMPLETUNER, name)
-                self._apply_outcome(outcome, key, (), name, (tree.get(name), None), False)
+                self._apply_outcome(outcome, SIMPLETUNER, (), name, (tree.get(name), None), False)
         else:
             self._add_problem("", f"{format_value(tree)} is not a block of settings")
         self._source = outer_source
@@ -296,7 +282,7 @@ class SourceTranslator:
             self.layer.values[key_path] = Provenance({}, self._source, source_key)
             self._translate_block(entry, key_path, dataset_keys(dialect), "", f"{source_key}.")
 
-    def _translate_cache_entry(self, entry: Mapping[str, JSON], dialect: str, source_key: str) -> None:
+    def _translate_cache_entry(self, entry: Block, dialect: str, source_key: str) -> None:
         dialect_keys = dataset_keys(dialect)
         for name, value in entry.items():
             if name == "cache_dir":
@@ -318,7 +304,7 @@ class SourceTranslator:
             key = key or DialectKey(dialect, source_key, conversions.rename_to(dataset_key))
             for index in range(self._dataset_count):
                 dataset_path = ("datasets", index)
-                self._translate_dialect_key(key, value, block, dataset_path, prefix + source_key, is_implied=True)
+                self._translate_dialect_key(key, value, block, dataset_path, prefix + source_key, implied=True)
 
     def _add_problem(self, source_key: str, message: str) -> None:
         self.layer.problems.append(ConfigProblem(self._qualified_key(source_key), message))

@@ -12,21 +12,13 @@ from torch import Tensor, nn
 
 from supertuner.core.errors import ModelError
 from supertuner.core.types import MediaKind
-from supertuner.models import loading
+from supertuner.models import loading, pipeline_files
 from supertuner.models.adapters.targets import SELF_ATTENTION, target_presets
 from supertuner.models.families.sampling_common import PipelineOptions, build_sampler
 from supertuner.models.families.tiny_pipelines import write_pipeline
 from supertuner.models.families.wan22.encoders import MAX_TEXT_TOKENS, build_media_encoder, build_text_encoder
 from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
-from supertuner.models.pipeline_files import (
-    INDEX_NAME,
-    ConfigDict,
-    positive_number,
-    read_component_configs,
-    read_index,
-    text_files,
-    vae_files,
-)
+from supertuner.models.pipeline_files import INDEX_NAME, ConfigDict
 from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource, SampleRequest, Tensors
 
 NAME: Final = "wan2.2"
@@ -37,10 +29,10 @@ TRAIN_TIMESTEPS: Final = 1000
 
 
 def read_model(source: ModelSource) -> ModelDescription:
-    source, index = read_index(source, NAME)
+    source, index = pipeline_files.read_index(source, NAME)
     experts = _experts(source, index)
     components = (*(expert.component for expert in experts), "vae", "text_encoder", "tokenizer", "scheduler")
-    configs = read_component_configs(source, index, components)
+    configs = pipeline_files.read_component_configs(source, index, components)
     if reason := _unsupported_variant(index, configs):
         raise ModelError(f"{source.path} {reason}")
     return ModelDescription(
@@ -48,7 +40,7 @@ def read_model(source: ModelSource) -> ModelDescription:
         title=_title(index, len(experts)),
         experts=experts,
         media_kinds=frozenset({MediaKind.VIDEO} if _is_image_to_video(index) else {MediaKind.IMAGE, MediaKind.VIDEO}),
-        shift=positive_number(source, configs, "scheduler", ("flow_shift", "shift"), 1.0),
+        shift=pipeline_files.positive_number(source, configs, "scheduler", ("flow_shift", "shift"), 1.0),
         configs=configs,
         needs_first_frame=_is_image_to_video(index),
     )
@@ -193,8 +185,8 @@ FAMILY: Final = Family(
     name=NAME,
     prediction="flow",
     read_model=read_model,
-    media_files=vae_files,
-    text_files=text_files,
+    media_files=pipeline_files.vae_files,
+    text_files=pipeline_files.text_files,
     build_media_encoder=build_media_encoder,
     build_text_encoder=build_text_encoder,
     unsupported_reason=unsupported_reason,
