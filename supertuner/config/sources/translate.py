@@ -86,12 +86,12 @@ class SourceTranslator:
             return dict(tree), "", ""
         job = tree["config"]
         rest = {name: value for name, value in tree.items() if name != "config"}
-        match job:
-            case {"process": [Mapping() as process]}:
-                self._translate_block(rest, (), run_keys(), "", "")
-                job_settings = {name: value for name, value in job.items() if name != "process"}
-                self._translate_block(job_settings, (), run_keys(), "", "config.")
-                return dict(process), "config.process[0].", AI_TOOLKIT
+        job_settings = dict(job) if isinstance(job, Mapping) else {}
+        process = job_settings.pop("process", None)
+        if isinstance(process, list) and len(process) == 1 and isinstance(process[0], Mapping):
+            self._translate_block(rest, (), run_keys(), "", "")
+            self._translate_block(job_settings, (), run_keys(), "", "config.")
+            return dict(process[0]), "config.process[0].", AI_TOOLKIT
         shape = "a block with a list `process` of one block"
         self._add_problem("config", f"{format_value(job)} is not a job of ai-toolkit: {shape}")
         return rest, "", ""

@@ -66,7 +66,9 @@ class QwenEditSampler:
             inputs = (self._model, self._module, latents, sigma)
             denoised = [self._denoise(*inputs, text, {"condition": condition}) for text in texts]
             predictions = [image_common.pack_latents(prediction) for prediction in denoised]
-            predicted = _apply_guidance(*predictions, request.guidance_scale) if guided else predictions[0]
+            predicted = predictions[0]
+            if guided:
+                predicted = _apply_guidance(predicted, predictions[1], request.guidance_scale)
             packed = self._scheduler.step(predicted, step, image_common.pack_latents(latents), return_dict=False)[0]
             latents = image_common.unpack_latents(packed, latents.shape)
         return latents
