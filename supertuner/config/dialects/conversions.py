@@ -38,7 +38,8 @@ class InvalidValue:
 
 
 ConversionOutcome: TypeAlias = SettingValue | ConversionNote | InvalidValue
-KeyConversion: TypeAlias = Callable[[JSON, Mapping[str, JSON]], Sequence[ConversionOutcome]]
+Outcomes: TypeAlias = Sequence[ConversionOutcome]
+KeyConversion: TypeAlias = Callable[[JSON, Mapping[str, JSON]], Outcomes]
 """(value, block that contains the key) → outcomes."""
 
 PRECISIONS = {
@@ -74,7 +75,7 @@ def rename_to(path: str) -> KeyConversion:
 def map_value(path: str, names: Mapping[str, str]) -> KeyConversion:
     """Translate the value by a table. A value that is not in the table is passed on, so that the error shows it."""
 
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
         return [SettingValue(path, names.get(value.lower(), value) if isinstance(value, str) else value)]
 
     return convert
@@ -96,7 +97,7 @@ def sibling_value(block: Mapping[str, JSON], name: str) -> JSON:
     return parse_text(value) if isinstance(value, str) else value
 
 
-def cache_dir(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def cache_dir(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if not value:
         return [ConversionNote("has no effect: it is empty")]
     return [
@@ -106,16 +107,16 @@ def cache_dir(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutc
     ]
 
 
-def run_name(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def run_name(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     return [SettingValue("^run.name", slug(value), is_implied=True)]
 
 
-def mask_floor(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def mask_floor(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """ai-toolkit's `mask_min_value`; it counts only if `mask_path` is set."""
     return [] if sibling_value(block, "mask_path") is None else [SettingValue("mask_floor", value)]
 
 
-def dataset_id(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def dataset_id(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     return [SettingValue("id", slug(value))]
 
 
@@ -127,7 +128,7 @@ def slug(value: JSON) -> JSON:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")[:200] or "unnamed"
 
 
-def backend_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def backend_type(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if value == "local":
         return [SettingValue("type", "disk")]
     if value == "memory":
@@ -137,14 +138,14 @@ def backend_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionO
     return [SettingValue("type", value)]
 
 
-def folder_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def folder_type(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """ai-toolkit's `type` of a dataset. Here the files themselves determine it."""
     if value in ("image", "sd"):
         return [ConversionNote("has no effect: all folders are read in the same way")]
     return [SettingValue("type", value)]
 
 
-def use_gh200_trainer(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def use_gh200_trainer(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if value is True:
         note = ConversionNote("turns on gh200_optimizations.enable_uvm_hints; there is only one trainer")
         return [SettingValue("^gh200_optimizations.enable_uvm_hints", True, is_implied=True), note]
@@ -162,19 +163,19 @@ def ramp_setting(name: str) -> KeyConversion:
     ]
 
 
-def repeats(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def repeats(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """SimpleTuner counts additional repeats: its 0 is our 1."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return [SettingValue("repeats", value + 1)]
     return [InvalidValue(f"{format_value(value)} is not a whole number of at least 0")]
 
 
-def disabled(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def disabled(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """`translate` handles true; here other values are refused."""
     return [] if isinstance(value, bool) else [not_a_switch(value)]
 
 
-def crop(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def crop(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if value is True:
         return [] if "crop_style" in block else [SettingValue("crop", "center")]
     if value is False:
@@ -182,14 +183,14 @@ def crop(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     return [SettingValue("crop", value)]
 
 
-def crop_style(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def crop_style(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if value in ("corner", "face"):
         note = ConversionNote(f"{format_value(value)} is not available; samples are cropped to the centre")
         return [SettingValue("crop", "center"), note]
     return [SettingValue("crop", value)]
 
 
-def crop_aspect(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def crop_aspect(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if value == "square":
         return [SettingValue("max_aspect_ratio", 1.0, is_implied=True)]
     if value in ("preserve", "closest"):
@@ -197,7 +198,7 @@ def crop_aspect(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOu
     return [not_available(value, ("square", "preserve", "closest"))]
 
 
-def resolution(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def resolution(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """SimpleTuner's `resolution`: megapixels, or the side of a square, by `resolution_type`."""
     kind = block.get("resolution_type", block.get("--resolution_type", "pixel_area"))
     if kind == "area" and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
@@ -211,21 +212,21 @@ def resolution(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOut
     return [setting]
 
 
-def resolution_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def resolution_type(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if value not in ("area", "pixel", "pixel_area"):
         return [InvalidValue(f'{format_value(value)} is not a resolution type; allowed: "area", "pixel", "pixel_area"')]
     has_resolution = "resolution" in block or "--resolution" in block
     return [] if has_resolution else [ConversionNote("has no effect without resolution")]
 
 
-def resolution_list(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def resolution_list(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """ai-toolkit uses every sample at every resolution of the list."""
     if isinstance(value, list) and len(value) > 1 and "resolution_mode" not in block:
         return [SettingValue("resolution", value), SettingValue("resolution_mode", "each", is_implied=True)]
     return [SettingValue("resolution", value)]
 
 
-def caption_strategy(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def caption_strategy(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if not isinstance(value, str) or value not in CAPTION_SOURCES:
         return [not_available(value, CAPTION_SOURCES)]
     if block.get("only_instance_prompt") is True:
@@ -237,7 +238,7 @@ def caption_strategy(value: JSON, block: Mapping[str, JSON]) -> Sequence[Convers
     return [source, SettingValue("captions.several", several, is_implied=True)]
 
 
-def instance_prompt(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def instance_prompt(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if not value:
         return []
     if block.get("only_instance_prompt") is True or block.get("caption_strategy") == "instanceprompt":
@@ -250,7 +251,7 @@ def instance_prompt(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversi
 def used_by_key(other_key: str, is_switch: bool = True) -> KeyConversion:
     """A key that only the conversion of `other_key` reads. `is_switch`: it must be true or false."""
 
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
         if is_switch and not isinstance(value, bool):
             return [not_a_switch(value)]
         return [] if other_key in block else [ConversionNote(f"has no effect without {other_key}")]
@@ -258,22 +259,22 @@ def used_by_key(other_key: str, is_switch: bool = True) -> KeyConversion:
     return convert
 
 
-def split_on(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def split_on(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     separators = {"comma": ",", "space": " ", "period": "."}
     if not isinstance(value, str) or value not in separators:
         return [not_available(value, separators)]
     return [SettingValue("captions.tag_separator", separators[value])]
 
 
-def refresh_each_epoch(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def refresh_each_epoch(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     return [SettingValue("augmentations_cache_mode", "refresh_each_epoch", is_implied=True)] if value is True else []
 
 
-def caption_extension(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def caption_extension(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     return [SettingValue("captions.extension", f".{value.removeprefix('.')}" if isinstance(value, str) else value)]
 
 
-def frames(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def frames(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     setting = SettingValue("frames", value)
     is_video = isinstance(value, int) and value > 1
     return [setting, SettingValue("dataset_type", "video", is_implied=True)] if is_video else [setting]
@@ -282,7 +283,7 @@ def frames(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome
 def switch_to(path: str, on: JSON, off: JSON, is_implied: bool = False) -> KeyConversion:
     """A switch that sets `path` to one of two values."""
 
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
         if not isinstance(value, bool):
             return [not_a_switch(value)]
         return [SettingValue(path, on if value else off, is_implied)]
@@ -297,7 +298,7 @@ def cache_location(kind: str, location: str, memory_key: str = "") -> KeyConvers
     unified memory and the disk keeps them.
     """
 
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
         if not isinstance(value, bool):
             return [not_a_switch(value)]
         if not value:

@@ -75,7 +75,7 @@ def load_config(
     folder of that file; all others, to the working directory. `check_paths=False` accepts datasets and models that are
     not on this machine, and lists them in `path_problems`. Raises ConfigError with every problem.
     """
-    source_name, content = _read_source(source)
+    name, content = _read_source(source)
     path = Path(MAPPING_NAME) if isinstance(source, Mapping) else source
     environ = environment.current_environment() if environ is None else environ
     layers = list(_collect_layers(path, content, sets, overrides or {}, environ))
@@ -87,22 +87,17 @@ def load_config(
     if check_paths:
         found_problems, path_problems = [*found_problems, *path_problems], ()
     if found_problems or config is None:
-        raise ConfigError(source_name, list(dict.fromkeys(found_problems)))
+        raise ConfigError(name, list(dict.fromkeys(found_problems)))
     config, host_warnings, changes = resolve.resolve_for_host(config, host or HostFacts())
     layer_warnings = [warning for layer in layers for warning in layer.warnings]
     notes = dict.fromkeys([*layer_warnings, *host_warnings, *resolve.settings_warnings(config)])
-    origins = {
-        key_paths.format_path(key_path): provenance.origin_text()
-        for key_path, provenance in resolved_values.items()
-        if key_paths.setting_at(key_path)
-    }
+    settings = [key_path for key_path in resolved_values if key_paths.setting_at(key_path)]
+    origins = {key_paths.format_path(key_path): resolved_values[key_path].origin_text() for key_path in settings}
     for key_path, change in changes.items():
         setting = key_paths.format_path(key_path)
         origins[setting] = f"{origins.get(setting, 'default')} ({change})"
-    attachments = {name: data for layer in layers for name, data in layer.attachments.items()}
-    return LoadedConfig(
-        config, content, source_name, origins, tuple(notes), resolved_values, attachments, path_problems
-    )
+    attachments = {file: data for layer in layers for file, data in layer.attachments.items()}
+    return LoadedConfig(config, content, name, origins, tuple(notes), resolved_values, attachments, path_problems)
 
 
 def _read_source(source: Path | Mapping[str, JSON] | None) -> tuple[str, bytes]:

@@ -112,19 +112,19 @@ def plan_conversion(
             key = format_key(AdapterTensorName(expert, module, tensor), scheme, family)
             converted.append(replace(piece, key=key))
 
-    fused: dict[tuple[str | None, str], list[AdapterLayer]] = {}
+    fused: dict[tuple[str | None, str], list[tuple[AdapterLayer, float]]] = {}
     for layer in adapter_layers(reading):
         _check_pair(layer)
         expert = layer.expert if scheme.marks_experts else None
+        scale = lora_scale(layer, shapes, alphas, metadata) if layer.is_lora else 1.0
         may_fuse = scheme.naming == "original" and "(" not in layer.module
         if may_fuse and (fused_module := fused_layer(layer.module, family)) is not None:
-            fused.setdefault((expert, fused_module), []).append(layer)
+            fused.setdefault((expert, fused_module), []).append((layer, scale))
             continue
         for module, rows in _split_layer(layer, shapes, scheme):
-            add(_convert_layer(layer, rows, shapes, alphas, metadata, scheme), expert, module)
-    for (expert, fused_module), layers in fused.items():
-        scales = [lora_scale(layer, shapes, alphas, metadata) if layer.is_lora else 1.0 for layer in layers]
-        add(_fuse_layers(fused_module, layers, scales, shapes, scheme), expert, fused_module)
+            add(_convert_layer(layer, rows, scale, shapes, scheme), expert, module)
+    for (expert, fused_module), scaled_layers in fused.items():
+        add(_fuse_layers(fused_module, scaled_layers, shapes, scheme), expert, fused_module)
     duplicates = len(converted) - len({piece.key for piece in converted})
     assert duplicates == 0, f"{duplicates} keys of {scheme.name} would name two tensors"
     return converted
@@ -194,26 +194,22 @@ def _member_rows(outputs: int, count: int) -> Sequence[int]:
 
 
 def _fuse_layers(
-    fused_module: str,
-    layers: Sequence[AdapterLayer],
-    scales: Sequence[float],
-    shapes: Mapping[str, Shape],
-    scheme: KeyScheme,
+    fused_module: str, parts: Sequence[tuple[AdapterLayer, float]], shapes: Mapping[str, Shape], scheme: KeyScheme
 ) -> Iterator[tuple[ConvertedTensor, str]]:
     """One LoRA of a fused layer from the LoRAs of its parts: stacked A, block-diagonal B (see above).
 
     The scale of each part is multiplied into its block of B, so the fused LoRA has the scale 1: alpha is the rank.
     """
     one_layer = f"{fused_module} is one layer in {scheme.name} keys"
-    unsupported = sorted({tensor for layer in layers for tensor in layer.keys} - {LORA_A, LORA_B, ALPHA})
-    if unsupported or not all(layer.is_lora for layer in layers):
+    unsupported = {tensor for layer, _ in parts for tensor in layer.keys} - {LORA_A, LORA_B, ALPHA}
+    if unsupported or not all(layer.is_lora for layer, _ in parts):
         raise ModelError(f"{one_layer}; only plain LoRAs of its parts can be fused")
     member_names = fused_members(fused_module)
-    first = layers[0]
+    first = parts[0][0]
     rows_per_unit = shapes[first.keys[LORA_B]][0] // (_MLP_RATIO if member_names.index(first.module) == 3 else 1)
     outputs = [rows_per_unit] * 3 + ([_MLP_RATIO * rows_per_unit] if len(member_names) == 4 else [])
     ranks, lora_a_blocks, lora_b_blocks = 0, [], []
-    for layer, scale in zip(layers, scales, strict=True):
+    for layer, scale in parts:
         member_index = member_names.index(layer.module)
         rank, inputs = _lora_rank(layer, shapes), shapes[first.keys[LORA_A]][1:]
         if shapes[layer.keys[LORA_B]] != (outputs[member_index], rank) or shapes[layer.keys[LORA_A]] != (rank, *inputs):
@@ -228,15 +224,9 @@ def _fuse_layers(
 
 
 def _convert_layer(
-    layer: AdapterLayer,
-    rows: _Rows,
-    shapes: Mapping[str, Shape],
-    alphas: Mapping[str, float],
-    metadata: Mapping[str, str],
-    scheme: KeyScheme,
+    layer: AdapterLayer, rows: _Rows, scale: float, shapes: Mapping[str, Shape], scheme: KeyScheme
 ) -> Iterator[tuple[ConvertedTensor, str]]:
     """The tensors of a layer, or of some rows of it, with their canonical names."""
-    scale = lora_scale(layer, shapes, alphas, metadata) if layer.is_lora else 1.0
     for tensor, key in layer.keys.items():
         shape = shapes[key]
         if tensor == ALPHA and layer.is_lora:

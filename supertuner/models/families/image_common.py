@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ from torch import nn
 
 from supertuner.core.types import MediaKind
 from supertuner.models import loading
-from supertuner.models.families.sampling_common import PipelineOptions, build_sampler
+from supertuner.models.families.sampling_common import PipelineOptions
 from supertuner.models.families.text_common import stack_text
 from supertuner.models.pipeline_files import ConfigDict, text_files, vae_files
 from supertuner.models.spec import (
@@ -25,7 +24,6 @@ from supertuner.models.spec import (
     Family,
     MediaEncoder,
     ModelDescription,
-    ModelSampler,
     ModelSource,
     PredictionType,
     SampleRequest,
@@ -155,7 +153,7 @@ def image_call_arguments(model: ModelDescription, request: SampleRequest) -> dic
 IMAGE_PIPELINE: Final = PipelineOptions(
     unsupported_reason, image_call_arguments, lambda pipeline, output, _request: decode_image(pipeline, output.images)
 )
-build_image_sampler: Final = partial(build_sampler, options=IMAGE_PIPELINE)
+
 
 # ── the record ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -164,7 +162,8 @@ build_image_sampler: Final = partial(build_sampler, options=IMAGE_PIPELINE)
 class ImageFamily(Family):
     """A `Family` whose functions default to those above: flow matching, one transformer, text of a fixed length.
 
-    A family states `name`, `read_model`, `build_text_encoder`, `denoise`, `target_presets` and `write_tiny_pipeline`.
+    A family states `name`, `read_model`, `build_text_encoder`, `denoise`, `build_sampler`, `target_presets` and
+    `write_tiny_pipeline`.
     """
 
     prediction: PredictionType = "flow"
@@ -175,7 +174,4 @@ class ImageFamily(Family):
     load_denoiser: Callable[[ModelDescription, Expert, torch.dtype], nn.Module] = loading.load_denoiser
     pad_text: Callable[[ModelDescription, Sequence[Tensors]], Tensors] = stack_text
     token_count: Callable[[ModelDescription, tuple[int, ...]], int] = token_count
-    build_sampler: Callable[[ModelDescription, Mapping[str, nn.Module], torch.device, torch.dtype], ModelSampler] = (
-        build_image_sampler
-    )
     export_prefix: Mapping[str, str] = field(default_factory=lambda: {"transformer": "transformer"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import diffusers
 import numpy as np
@@ -18,12 +18,15 @@ from supertuner.core.types import MediaKind
 from supertuner.models import loading
 from supertuner.models.spec import ModelDescription, SampleRequest
 
+ShapeCheck: TypeAlias = Callable[[ModelDescription, tuple[int, ...]], str | None]
+"""(model, shape of media) → why the model cannot take them, or None."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PipelineOptions:
     """What differs between the pipelines that `build_sampler` uses."""
 
-    unsupported_reason: Callable[[ModelDescription, tuple[int, ...]], str | None]
+    unsupported_reason: ShapeCheck
     """The family's function of that name."""
     call_arguments: Callable[[ModelDescription, SampleRequest], Mapping[str, Any]]
     """Arguments of the pipeline's call beside those that every pipeline takes."""
@@ -75,11 +78,7 @@ def build_sampler(
     return PipelineSampler(model, pipeline, options, device, dtype)
 
 
-def request_problem(
-    model: ModelDescription,
-    request: SampleRequest,
-    unsupported_reason: Callable[[ModelDescription, tuple[int, ...]], str | None],
-) -> str | None:
+def request_problem(model: ModelDescription, request: SampleRequest, unsupported_reason: ShapeCheck) -> str | None:
     """Why the requested sample does not have a size that the model takes; None if it has."""
     if MediaKind.VIDEO in model.media_kinds:
         return unsupported_reason(model, (3, request.frames, request.height, request.width))

@@ -47,14 +47,12 @@ def load_text_towers(
     model: ModelDescription, suffixes: Sequence[str], device: torch.device, dtype: torch.dtype
 ) -> list[TextTower]:
     """The pipeline's `tokenizer<suffix>` and `text_encoder<suffix>` for each of `suffixes`."""
-    return [
-        TextTower(
-            loading.load_tokenizer_or_scheduler(model, f"tokenizer{suffix}"),
-            loading.load_module(model, f"text_encoder{suffix}", dtype).to(device),
-            device,
-        )
-        for suffix in suffixes
-    ]
+    towers = []
+    for suffix in suffixes:
+        tokenizer = loading.load_tokenizer_or_scheduler(model, f"tokenizer{suffix}")
+        encoder = loading.load_module(model, f"text_encoder{suffix}", dtype).to(device)
+        towers.append(TextTower(tokenizer, encoder, device))
+    return towers
 
 
 class CaptionEncoder:

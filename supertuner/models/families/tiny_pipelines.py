@@ -10,18 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import transformers
 from diffusers import AutoencoderKL
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5EncoderModel,
-    UMT5Config,
-    UMT5EncoderModel,
-)
 
 from supertuner.models.library_logging import quiet_libraries
 
@@ -52,7 +43,7 @@ def write_pipeline(assemble: Callable[[], Any], folder: Path, seed: int) -> None
         build_pipeline(assemble, seed).save_pretrained(folder)
 
 
-def unigram_tokenizer(words: Sequence[str] = VOCABULARY, max_length: int = 512) -> PreTrainedTokenizerFast:
+def unigram_tokenizer(words: Sequence[str] = VOCABULARY, max_length: int = 512) -> transformers.PreTrainedTokenizerFast:
     """A tokenizer like T5's: pieces with a leading bar, `</s>` at the end, padding id 0.
 
     Unknown words become letters, and unknown letters become bytes, so two different captions never get equal tokens.
@@ -70,12 +61,12 @@ def unigram_tokenizer(words: Sequence[str] = VOCABULARY, max_length: int = 512) 
     tokenizer.post_processor = processors.TemplateProcessing(
         single=["$A", "</s>"], pair=["$A", "</s>", "$B", "</s>"], special_tokens=[("</s>", 1)]
     )
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=max_length
     )
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """A tokenizer like CLIP's: a start token and an end token, which also pads. Here every piece is one byte."""
     start, end = "<|startoftext|>", "<|endoftext|>"
     ids = {piece: index for index, piece in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), start, end])}
@@ -86,16 +77,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[start, "$A", end], pair=[start, "$A", "$B", end], special_tokens=[(start, ids[start]), (end, ids[end])]
     )
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=start, eos_token=end, pad_token=end, model_max_length=77
     )
 
 
 def clip_encoder(
-    tokenizer: PreTrainedTokenizerFast, width: int, layers: int, model_class: Any = CLIPTextModel
-) -> CLIPTextModel | CLIPTextModelWithProjection:
-    """`CLIPTextModelWithProjection` has a projection after the pooled output."""
-    config = CLIPTextConfig(
+    tokenizer: transformers.PreTrainedTokenizerFast, width: int, layers: int, encoder: Any = transformers.CLIPTextModel
+) -> transformers.CLIPTextModel | transformers.CLIPTextModelWithProjection:
+    """`encoder` is the class; `CLIPTextModelWithProjection` has a projection after the pooled output."""
+    config = transformers.CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=2 * width,
@@ -107,15 +98,15 @@ def clip_encoder(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return model_class(config).eval()
+    return encoder(config).eval()
 
 
-def umt5_encoder(vocab_size: int, width: int) -> UMT5EncoderModel:
-    return UMT5EncoderModel(UMT5Config(**_t5_sizes(vocab_size, width))).eval()
+def umt5_encoder(vocab_size: int, width: int) -> transformers.UMT5EncoderModel:
+    return transformers.UMT5EncoderModel(transformers.UMT5Config(**_t5_sizes(vocab_size, width))).eval()
 
 
-def t5_encoder(vocab_size: int, width: int) -> T5EncoderModel:
-    return T5EncoderModel(T5Config(**_t5_sizes(vocab_size, width))).eval()
+def t5_encoder(vocab_size: int, width: int) -> transformers.T5EncoderModel:
+    return transformers.T5EncoderModel(transformers.T5Config(**_t5_sizes(vocab_size, width))).eval()
 
 
 def _t5_sizes(vocab_size: int, width: int) -> dict[str, Any]:

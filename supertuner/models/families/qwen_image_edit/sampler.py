@@ -6,7 +6,7 @@ results are equal to the bit; a test compares them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,15 +21,15 @@ from supertuner.models.families.qwen_image.encoders import QwenMediaEncoder, lat
 from supertuner.models.families.qwen_image_edit.encoders import QwenEditTextEncoder, load_processor
 from supertuner.models.spec import ModelDescription, SampleRequest, Tensors
 
-FamilyDenoise = Callable[[ModelDescription, nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
+Denoise = Callable[[ModelDescription, nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
 
 
 class QwenEditSampler:
     def __init__(
         self,
         model: ModelDescription,
-        components: Mapping[str, Any],
-        denoise: FamilyDenoise,
+        components: dict[str, Any],
+        denoise: Denoise,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
