@@ -114,7 +114,7 @@ def build() -> WanPipeline:
     tokenizer = unigram_tokenizer(WORDS, LONGEST_TEXT)
     return WanPipeline(
         tokenizer=tokenizer,
-        text_encoder=umt5_encoder(len(tokenizer), TEXT_WIDTH, 1),
+        text_encoder=umt5_encoder(len(tokenizer), TEXT_WIDTH),
         vae=one_frame_at_a_time(
             AutoencoderKLWan(
                 base_dim=8,

@@ -17,20 +17,12 @@ ALIASES: Final[Mapping[str, str]] = {
     "sdpa": "native",
     "math": "_native_math",
     "cudnn": "_native_cudnn",
-    "flash2": "flash",
-    "flash_2": "flash",
-    "flash_attn": "flash",
-    "flash_attn_2": "flash",
-    "flash_attention": "flash",
-    "flash_attention_2": "flash",
-    "flash3": "_flash_3",
-    "flash_3": "_flash_3",
-    "flash_attn_3": "_flash_3",
-    "flash_attention_3": "_flash_3",
+    **dict.fromkeys(("flash2", "flash_2", "flash_attn_2", "flash_attention_2"), "flash"),
+    **dict.fromkeys(("flash_attn", "flash_attention"), "flash"),
+    **dict.fromkeys(("flash3", "flash_3", "flash_attn_3", "flash_attention_3"), "_flash_3"),
     "flash_3_hub": "_flash_3_hub",
     "flex_attention": "flex",
-    "sageattention": "sage",
-    "sage_attention": "sage",
+    **dict.fromkeys(("sageattention", "sage_attention"), "sage"),
 }
 """Other common names → the name in diffusers."""
 PROBE_HEAD_DIM: Final = 128
@@ -47,11 +39,9 @@ def require_backend(name: str, device: torch.device) -> None:
         if output.requires_grad:
             output.sum().backward()
     except (RuntimeError, ValueError, ImportError, TypeError, AssertionError, OSError) as error:
-        reason_lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(
-            f"model.attention is {name!r}, which cannot train on this machine ({device.type}): {reason_lines[0]}; set "
-            'model.attention: "native"'
-        ) from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        problem = f"which cannot train on this machine ({device.type}): {reason}"
+        raise ModelError(f'model.attention is {name!r}, {problem}; set model.attention: "native"') from error
     if query.grad is None:
         raise ModelError(f'model.attention is {name!r}, which computes no gradient; set model.attention: "native"')
 

@@ -16,9 +16,7 @@ def compile_blocks(module: nn.Module, device: torch.device) -> DecisionEvent:
     """
     blocks = repeated_blocks(module)
     if not blocks:
-        raise ModelError(
-            f"model.compile is true, but {type(module).__name__} has no repeated blocks; set model.compile: false"
-        )
+        raise ModelError(f"model.compile: {type(module).__name__} has no repeated blocks; set model.compile: false")
     check_compiler(device)
     for block in blocks:
         block.compile()
@@ -47,9 +45,7 @@ def check_compiler(device: torch.device) -> None:
             "compiler (g++; for a GPU also triton), or set model.compile: false"
         ) from error
     if not torch.equal(output, _probe_function(inputs)):
-        raise ModelError(
-            f"model.compile is true, but compiled code on {device.type} gives wrong results; set model.compile: false"
-        )
+        raise ModelError(f"model.compile: the result on {device.type} is wrong; set model.compile: false")
 
 
 def _probe_function(x: torch.Tensor) -> torch.Tensor:

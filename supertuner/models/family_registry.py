@@ -19,10 +19,9 @@ FAMILY_BY_PIPELINE: Final[Mapping[str, str]] = {
 
 def load_family(name: str | None) -> Family:
     """The family with this name. Imports its libraries. Raises ModelError with the known names if there is none."""
-    if name is None:
-        raise ModelError(f"model.family is not set; set it to one of {', '.join(FAMILIES)}")
-    if name not in FAMILIES:
-        raise ModelError(f"model.family is {name!r}; set it to one of {', '.join(FAMILIES)}")
+    if name is None or name not in FAMILIES:
+        value = "not set" if name is None else repr(name)
+        raise ModelError(f"model.family is {value}; set it to one of {', '.join(FAMILIES)}")
     disabled_level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # on import, the libraries log which of their optional dependencies are missing
     try:

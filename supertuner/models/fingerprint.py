@@ -54,9 +54,8 @@ def fingerprint(files: Sequence[Path], memo: Path | None) -> str:
     if memo is not None and any(remembered.get(file) != hashed for file, hashed in entries.items()):
         _write_memo(memo, {**remembered, **entries})
     # Components have files of equal names (config.json), so the name of the component's folder is included.
-    named_digests = sorted(
-        (f"{file.parent.name}/{file.name}", hashed.digest) for file, hashed in zip(files, hashed_files, strict=True)
-    )
+    pairs = zip(files, hashed_files, strict=True)
+    named_digests = sorted((f"{file.parent.name}/{file.name}", hashed.digest) for file, hashed in pairs)
     return xxhash.xxh3_128_hexdigest(json.dumps([FORMAT, named_digests]).encode())
 
 

@@ -20,14 +20,12 @@ def download_snapshot(source: ModelSource, patterns: Sequence[str]) -> Path:
     Raises ModelError with the cause and the remedy.
     """
     try:
-        return Path(
-            snapshot_download(
-                source.path,
-                revision=source.revision,
-                allow_patterns=list(patterns),
-                local_files_only=source.offline,
-                library_name="supertuner",
-            )
+        folder = snapshot_download(
+            source.path,
+            revision=source.revision,
+            allow_patterns=list(patterns),
+            local_files_only=source.offline,
+            library_name="supertuner",
         )
     except errors.HFValidationError as error:
         raise ModelError(
@@ -35,14 +33,13 @@ def download_snapshot(source: ModelSource, patterns: Sequence[str]) -> Path:
         ) from error
     except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # the base of all its transport errors
         raise ModelError(_failure_message(source, error)) from error
+    return Path(folder)
 
 
 def _failure_message(source: ModelSource, error: BaseException) -> str:
     name = source.path
     if isinstance(error, errors.GatedRepoError):
-        return (
-            f"{name} is gated: accept its licence on its page on the hub, then set HF_TOKEN to a token of that account"
-        )
+        return f"{name} is gated: accept its licence on the hub, then set HF_TOKEN to a token of that account"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"model.path is {name!r}: there is no such folder, and no such model on the hub; "
@@ -57,16 +54,11 @@ def _failure_message(source: ModelSource, error: BaseException) -> str:
 
 def _missing_files_message(source: ModelSource, error: errors.LocalEntryNotFoundError) -> str:
     """The message if files are missing in the cache. The error's cause tells whether and how a download failed."""
-    description = f"{source.path} (revision {source.revision or 'main'})"
+    incomplete = f"{source.path} (revision {source.revision or 'main'}) is not complete in the hub's cache"
     if source.offline:
-        return (
-            f"{description} is not complete in the hub's cache, and model.offline is true; set it to false once to "
-            "download it"
-        )
+        return f"{incomplete}, and model.offline is true; set it to false once to download it"
     if isinstance(error.__cause__, errors.OfflineModeIsEnabled):
-        return (
-            f"{description} is not complete in the hub's cache, and HF_HUB_OFFLINE is set; unset it once to download it"
-        )
+        return f"{incomplete}, and HF_HUB_OFFLINE is set; unset it once to download it"
     return _unreachable_message(source.path, error.__cause__ or error)
 
 

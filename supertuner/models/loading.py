@@ -46,7 +46,7 @@ def load_module(model: ModelDescription, component: str, dtype: torch.dtype) -> 
             if single_file is not None:
                 loaded = _from_single_file(component_class, single_file, folder, component, dtype)
             else:
-                loaded = _from_folder(component_class, model, folder, component, dtype)
+                loaded = _from_folder(component_class, model.source.variant, folder, component, dtype)
         except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, ImportError) as error:
             where = single_file or folder / component  # an unsuitable config fails in any of these ways
             raise ModelError(f"{where} cannot be loaded as {component_class.__name__}: {_first_line(error)}") from error
@@ -61,10 +61,8 @@ def build_meta_module(model: ModelDescription, component: str) -> nn.Module:
         try:
             meta_module = _from_config(component_class, dict(model.configs[component]))
         except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
-            raise ModelError(
-                f"{model.source.path}: the config of {component} is not one of {component_class.__name__}: "
-                f"{_first_line(error)}"
-            ) from error
+            problem = f"the config of {component} is not one of {component_class.__name__}: {_first_line(error)}"
+            raise ModelError(f"{model.source.path}: {problem}") from error
     assert isinstance(meta_module, nn.Module)
     return meta_module
 
@@ -79,9 +77,8 @@ def load_tokenizer_or_scheduler(model: ModelDescription, component: str) -> Any:
         try:
             return component_class.from_pretrained(str(folder), subfolder=component, local_files_only=True)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ModelError(
-                f"{folder / component} cannot be loaded as {component_class.__name__}: {_first_line(error)}"
-            ) from error
+            reason = f"{component_class.__name__}: {_first_line(error)}"
+            raise ModelError(f"{folder / component} cannot be loaded as {reason}") from error
 
 
 def align_tensors(module: nn.Module) -> None:
@@ -115,21 +112,22 @@ def _from_config(component_class: Any, config: dict[str, Any]) -> Any:
     return component_class(component_class.config_class.from_dict(config))
 
 
-def _from_folder(
-    component_class: Any, model: ModelDescription, folder: Path, component: str, dtype: torch.dtype
-) -> nn.Module:
+def _from_folder(component_class: Any, variant: str | None, folder: Path, name: str, dtype: torch.dtype) -> nn.Module:
     # The argument has different names in the two libraries, and each ignores unknown arguments.
     dtype_argument = {"torch_dtype" if component_class.__module__.startswith("diffusers.") else "dtype": dtype}
     loaded, report = component_class.from_pretrained(
         str(folder),
-        subfolder=component,
-        variant=model.source.variant,
+        subfolder=name,
+        variant=variant,
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
         **dtype_argument,
     )
-    _require_complete(f"{folder / component}", sorted(report["missing_keys"]))
+    if missing := sorted(report["missing_keys"]):
+        examples = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
+        lacking = f"{len(missing)} tensors that its config needs ({examples})"
+        raise ModelError(f"{folder / name} lacks {lacking}; download it again")
     assert isinstance(loaded, nn.Module)
     return loaded
 
@@ -139,12 +137,10 @@ def _from_single_file(component_class: Any, file: Path, folder: Path, component:
     if not hasattr(component_class, "from_single_file"):
         raise ModelError(f"{file}: diffusers cannot load a {component_class.__name__} from a single file; use a folder")
     try:
-        loaded = component_class.from_single_file(
-            str(file), config=str(folder), subfolder=component, local_files_only=True
-        )
-    except (
-        NotImplementedError
-    ) as error:  # raised when diffusers moves the module: missing tensors are on the meta device
+        source: dict[str, Any] = {"config": str(folder), "subfolder": component}
+        loaded = component_class.from_single_file(str(file), **source, local_files_only=True)
+    except NotImplementedError as error:
+        # Raised when diffusers moves the module: missing tensors are on the meta device.
         raise ModelError(f"{file} lacks tensors of {folder / component}; it belongs to another model") from error
     assert isinstance(loaded, nn.Module)
     fp32_names = tuple(getattr(component_class, "_keep_in_fp32_modules", None) or ())
@@ -152,14 +148,6 @@ def _from_single_file(component_class: Any, file: Path, folder: Path, component:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(torch.float32 if set(fp32_names) & set(name.split(".")) else dtype)
     return loaded
-
-
-def _require_complete(location: str, missing: list[str]) -> None:
-    if missing:
-        examples = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
-        raise ModelError(
-            f"{location} lacks {len(missing)} tensors that its config needs ({examples}); download it again"
-        )
 
 
 def _check_weight_file(file: Path) -> None:

@@ -27,9 +27,8 @@ def build_without_weights(build_module: Callable[[], nn.Module], dtype: torch.dt
     with unset_fake_temporarily():
         module = build_module()
         fp32_names = _fp32_module_names(module, dtype)
-        for name, tensor in module.state_dict(
-            keep_vars=True
-        ).items():  # only what a weight file would hold; other buffers keep their format
+        # Only what a weight file would hold; other buffers keep their format.
+        for name, tensor in module.state_dict(keep_vars=True).items():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(torch.float32 if fp32_names & set(name.split(".")) else dtype)
     module = module.eval().requires_grad_(False)
@@ -85,13 +84,11 @@ def fill_with_fake_tensors(module: nn.Module, mode: FakeTensorMode, device: torc
         return _to_fake_tensor(tensor, mode, device)
 
     for submodule in module.modules():
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in fake_parameters:
-                    fake_parameters[id(parameter)] = nn.Parameter(
-                        fake(parameter.data), requires_grad=parameter.requires_grad
-                    )
-                submodule._parameters[name] = fake_parameters[id(parameter)]
+        for name, old in submodule._parameters.items():
+            if old is not None:
+                if id(old) not in fake_parameters:
+                    fake_parameters[id(old)] = nn.Parameter(fake(old.data), requires_grad=old.requires_grad)
+                submodule._parameters[name] = fake_parameters[id(old)]
         for name, buffer in submodule._buffers.items():
             if buffer is not None:
                 submodule._buffers[name] = fake(buffer)

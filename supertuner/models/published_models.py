@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from supertuner.config.settings.model import ModelSettings
 from supertuner.core.errors import ModelError
 from supertuner.models.family_registry import FAMILY_BY_PIPELINE, load_family
 from supertuner.models.pipeline_files import CONFIG_NAMES, INDEX_NAME
 from supertuner.models.spec import Family, ModelDescription, ModelSource
-
-ComponentEntry: TypeAlias = tuple[str, str, Mapping[str, Any]]
-"""Library, class, config."""
 
 
 def describe_model(settings: ModelSettings) -> tuple[Family, ModelDescription, str]:
@@ -36,32 +33,28 @@ def describe_model(settings: ModelSettings) -> tuple[Family, ModelDescription, s
         raise ModelError('model.path is not set; name a folder, a model on the hub, or "tiny"')
     if path == "tiny":
         with tempfile.TemporaryDirectory() as temp_dir:
-            family.write_tiny_pipeline(Path(temp_dir) / "tiny", 0)
-            return (
-                family,
-                _without_weights(family.read_model(ModelSource(str(Path(temp_dir) / "tiny"))), path),
-                "created now, as a run would",
-            )
-    if Path(path).expanduser().is_dir() or Path(path).is_absolute():
-        return family, _without_weights(family.read_model(ModelSource(path)), path), f"the config files in {path}"
-    try:
-        model = family.read_model(ModelSource(path, settings.revision, offline=True))
-    except ModelError as error:
-        if (entry := PUBLISHED.get(path.lower())) is None:
-            raise ModelError(_unknown_model_message(path, family.name)) from error
-        return (
-            family,
-            _without_weights(_read_published(family, entry), path),
-            "the built-in table of published models; nothing was downloaded",
-        )
-    return family, _without_weights(model, path), f"the config files of {path} in the hub's cache"
+            folder = Path(temp_dir) / "tiny"
+            family.write_tiny_pipeline(folder, 0)
+            model, origin = family.read_model(ModelSource(str(folder))), "created now, as a run would"
+    elif Path(path).expanduser().is_dir() or Path(path).is_absolute():
+        model, origin = family.read_model(ModelSource(path)), f"the config files in {path}"
+    else:
+        try:
+            model = family.read_model(ModelSource(path, settings.revision, offline=True))
+            origin = f"the config files of {path} in the hub's cache"
+        except ModelError as error:
+            if (entry := PUBLISHED.get(path.lower())) is None:
+                raise ModelError(_unknown_model_message(path, family.name)) from error
+            model = _read_published(family, entry)
+            origin = "the built-in table of published models; nothing was downloaded"
+    return family, replace(model, source=ModelSource(path, without_weights=True)), origin
 
 
 def _read_published(family: Family, entry: Mapping[str, Any]) -> ModelDescription:
     """The family's own reader, on a temporary folder with the configs of the table."""
     with tempfile.TemporaryDirectory() as temp_dir:
         folder = Path(temp_dir)
-        components: Mapping[str, ComponentEntry] = entry["parts"]
+        components: Mapping[str, tuple[str, str, Mapping[str, Any]]] = entry["parts"]
         index = {**entry["index"], **{name: [library, kind] for name, (library, kind, _) in components.items()}}
         (folder / INDEX_NAME).write_text(json.dumps(index))
         for name, (_, _, config) in components.items():
@@ -70,16 +63,11 @@ def _read_published(family: Family, entry: Mapping[str, Any]) -> ModelDescriptio
         return family.read_model(ModelSource(str(folder)))
 
 
-def _without_weights(model: ModelDescription, path: str) -> ModelDescription:
-    return replace(model, source=ModelSource(path, without_weights=True))
-
-
 def _unknown_model_message(path: str, family: str) -> str:
-    names = [name for name, known in PUBLISHED.items() if FAMILY_BY_PIPELINE[known["index"]["_class_name"]] == family]
+    names = [name for name, entry in PUBLISHED.items() if FAMILY_BY_PIPELINE[entry["index"]["_class_name"]] == family]
     guess = get_close_matches(path.lower(), names, n=1, cutoff=0.85)
-    hint = (
-        f"did you mean {guess[0]}?" if guess else f"the built-in table has these models of {family}: {', '.join(names)}"
-    )
+    known = f"the built-in table has these models of {family}: {', '.join(names)}"
+    hint = f"did you mean {guess[0]}?" if guess else known
     return (
         f"model.path is {path!r}: there is no such folder, it is not in the hub's cache, and {hint}; a folder with the "
         "config files of its components is enough for a forecast"
@@ -142,99 +130,85 @@ _SDXL: Final = {
     "transformer_layers_per_block": [1, 2, 10], "attention_head_dim": [5, 10, 20], "use_linear_projection": True,
     "addition_embed_type": "text_time", "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
 }  # fmt: skip
-_DDPM: Final = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
 
-def _tokenizers(*classes: str) -> dict[str, ComponentEntry]:
-    names = ("tokenizer", "tokenizer_2", "tokenizer_3")
-    return {name: ("transformers", kind, {}) for name, kind in zip(names, classes, strict=False)}
+_T5_XXL: Final = ("T5EncoderModel", {**_T5, "vocab_size": 32128}, "T5TokenizerFast")
+_CLIP_G_PROJECTION: Final = ("CLIPTextModelWithProjection", _CLIP_G, "CLIPTokenizer")
+
+
+def _pipeline(
+    index: Mapping[str, Any],
+    denoisers: Mapping[str, tuple[str, Mapping[str, Any]]],
+    vae: tuple[str, Mapping[str, Any]],
+    text_encoders: Sequence[tuple[str, Mapping[str, Any], str]],
+    scheduler: tuple[str, Mapping[str, Any]] = ("FlowMatchEulerDiscreteScheduler", {}),
+) -> Mapping[str, Any]:
+    """`text_encoders`: class, config, and class of the tokenizer."""
+    parts = {name: ("diffusers", *part) for name, part in {**denoisers, "vae": vae, "scheduler": scheduler}.items()}
+    for suffix, (encoder, config, tokenizer) in zip(("", "_2", "_3"), text_encoders, strict=False):
+        parts[f"text_encoder{suffix}"] = ("transformers", encoder, config)
+        parts[f"tokenizer{suffix}"] = ("transformers", tokenizer, {})
+    return {"index": index, "parts": parts}
 
 
 def _wan(kind: str, denoiser: Mapping[str, Any], vae: Mapping[str, Any], **index: Any) -> Mapping[str, Any]:
     experts = ("transformer", "transformer_2") if index.get("boundary_ratio") else ("transformer",)
-    return {
-        "index": {"_class_name": kind, **index},
-        "parts": {
-            **{name: ("diffusers", "WanTransformer3DModel", denoiser) for name in experts},
-            "vae": ("diffusers", "AutoencoderKLWan", vae),
-            "text_encoder": ("transformers", "UMT5EncoderModel", {**_T5, "vocab_size": 256384}),
-            **_tokenizers("T5TokenizerFast"),
-            "scheduler": ("diffusers", "UniPCMultistepScheduler", {}),
-        },
-    }
+    return _pipeline(
+        {"_class_name": kind, **index},
+        dict.fromkeys(experts, ("WanTransformer3DModel", denoiser)),
+        ("AutoencoderKLWan", vae),
+        [("UMT5EncoderModel", {**_T5, "vocab_size": 256384}, "T5TokenizerFast")],
+        ("UniPCMultistepScheduler", {}),
+    )
 
 
 def _flux(guidance_embeds: bool) -> Mapping[str, Any]:
-    return {
-        "index": {"_class_name": "FluxPipeline"},
-        "parts": {
-            "transformer": ("diffusers", "FluxTransformer2DModel", {"guidance_embeds": guidance_embeds}),
-            "vae": ("diffusers", "AutoencoderKL", {**_KL_16, "scaling_factor": 0.3611, "shift_factor": 0.1159}),
-            "text_encoder": ("transformers", "CLIPTextModel", _CLIP_L),
-            "text_encoder_2": ("transformers", "T5EncoderModel", {**_T5, "vocab_size": 32128}),
-            **_tokenizers("CLIPTokenizer", "T5TokenizerFast"),
-            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler", {}),
-        },
-    }
-
-
-def _qwen(kind: str, **processor: ComponentEntry) -> Mapping[str, Any]:
-    return {
-        "index": {"_class_name": kind},
-        "parts": {
-            "transformer": ("diffusers", "QwenImageTransformer2DModel", {}),
-            "vae": ("diffusers", "AutoencoderKLQwenImage", {}),
-            "text_encoder": ("transformers", "Qwen2_5_VLForConditionalGeneration", _QWEN_VL),
-            **_tokenizers("Qwen2Tokenizer"),
-            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler", {}),
-            **processor,
-        },
-    }
+    return _pipeline(
+        {"_class_name": "FluxPipeline"},
+        {"transformer": ("FluxTransformer2DModel", {"guidance_embeds": guidance_embeds})},
+        ("AutoencoderKL", {**_KL_16, "scaling_factor": 0.3611, "shift_factor": 0.1159}),
+        [("CLIPTextModel", _CLIP_L, "CLIPTokenizer"), _T5_XXL],
+    )
 
 
 def _sd35(denoiser: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {
-        "index": {"_class_name": "StableDiffusion3Pipeline"},
-        "parts": {
-            "transformer": ("diffusers", "SD3Transformer2DModel", denoiser),
-            "vae": ("diffusers", "AutoencoderKL", {**_KL_16, "scaling_factor": 1.5305, "shift_factor": 0.0609}),
-            "text_encoder": ("transformers", "CLIPTextModelWithProjection", _CLIP_L),
-            "text_encoder_2": ("transformers", "CLIPTextModelWithProjection", _CLIP_G),
-            "text_encoder_3": ("transformers", "T5EncoderModel", {**_T5, "vocab_size": 32128}),
-            **_tokenizers("CLIPTokenizer", "CLIPTokenizer", "T5TokenizerFast"),
-            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler", {}),
-        },
-    }
+    return _pipeline(
+        {"_class_name": "StableDiffusion3Pipeline"},
+        {"transformer": ("SD3Transformer2DModel", denoiser)},
+        ("AutoencoderKL", {**_KL_16, "scaling_factor": 1.5305, "shift_factor": 0.0609}),
+        [("CLIPTextModelWithProjection", _CLIP_L, "CLIPTokenizer"), _CLIP_G_PROJECTION, _T5_XXL],
+    )
 
 
-def _sdxl() -> Mapping[str, Any]:
-    return {
-        "index": {"_class_name": "StableDiffusionXLPipeline"},
-        "parts": {
-            "unet": ("diffusers", "UNet2DConditionModel", _SDXL),
-            "vae": ("diffusers", "AutoencoderKL", {**_KL, "latent_channels": 4, "scaling_factor": 0.13025}),
-            "text_encoder": ("transformers", "CLIPTextModel", _CLIP_L),
-            "text_encoder_2": ("transformers", "CLIPTextModelWithProjection", _CLIP_G),
-            **_tokenizers("CLIPTokenizer", "CLIPTokenizer"),
-            "scheduler": ("diffusers", "EulerDiscreteScheduler", _DDPM),
-        },
-    }
-
-
+_QWEN: Final = _pipeline(
+    {"_class_name": "QwenImagePipeline"},
+    {"transformer": ("QwenImageTransformer2DModel", {})},
+    ("AutoencoderKLQwenImage", {}),
+    [("Qwen2_5_VLForConditionalGeneration", _QWEN_VL, "Qwen2Tokenizer")],
+)
+_QWEN_EDIT: Final = {
+    "index": {"_class_name": "QwenImageEditPipeline"},
+    "parts": {**_QWEN["parts"], "processor": ("transformers", "Qwen2VLProcessor", {})},
+}
 _T2V, _I2V = "WanPipeline", "WanImageToVideoPipeline"
-_EDIT_PROCESSOR: Final[ComponentEntry] = ("transformers", "Qwen2VLProcessor", {})
 PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = {
     "wan-ai/wan2.2-t2v-a14b-diffusers": _wan(_T2V, _WAN, {}, boundary_ratio=0.875),
     "wan-ai/wan2.2-i2v-a14b-diffusers": _wan(_I2V, {**_WAN, "in_channels": 36}, {}, boundary_ratio=0.9),
     "wan-ai/wan2.2-ti2v-5b-diffusers": _wan(_T2V, _WAN_5B, _WAN_VAE_5B, expand_timesteps=True),
     "wan-ai/wan2.1-t2v-14b-diffusers": _wan(_T2V, _WAN, {}),
     "wan-ai/wan2.1-t2v-1.3b-diffusers": _wan(_T2V, _WAN_1B, {}),
-    "qwen/qwen-image": _qwen("QwenImagePipeline"),
-    "qwen/qwen-image-edit": _qwen("QwenImageEditPipeline", processor=_EDIT_PROCESSOR),
+    "qwen/qwen-image": _QWEN,
+    "qwen/qwen-image-edit": _QWEN_EDIT,
     "black-forest-labs/flux.1-dev": _flux(guidance_embeds=True),
     "black-forest-labs/flux.1-schnell": _flux(guidance_embeds=False),
     "stabilityai/stable-diffusion-3.5-medium": _sd35(_SD35_MEDIUM),
     "stabilityai/stable-diffusion-3.5-large": _sd35(_SD35_LARGE),
-    "stabilityai/stable-diffusion-xl-base-1.0": _sdxl(),
+    "stabilityai/stable-diffusion-xl-base-1.0": _pipeline(
+        {"_class_name": "StableDiffusionXLPipeline"},
+        {"unet": ("UNet2DConditionModel", _SDXL)},
+        ("AutoencoderKL", {**_KL, "latent_channels": 4, "scaling_factor": 0.13025}),
+        [("CLIPTextModel", _CLIP_L, "CLIPTokenizer"), _CLIP_G_PROJECTION],
+        ("EulerDiscreteScheduler", {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}),
+    ),
 }
 """Name on the hub in lower case → its index and the configs of its components."""

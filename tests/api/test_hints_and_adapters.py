@@ -15,7 +15,7 @@ from supertuner.core.errors import ModelError
 from supertuner.memory.hints.api import reset_hints
 from supertuner.models.adapters.keys_schemes import KEY_SCHEMES
 from supertuner.models.families.tiny_pipelines import build_pipeline
-from supertuner.models.families.wan22.tiny import TinyWan
+from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
 from tests.train.export.test_adapter_files import wan_lora
 
 HINTS = ("prefetch", "prefer_cpu", "prefer_gpu", "accessed_by", "read_mostly")
@@ -76,7 +76,7 @@ def test_a_converted_file_holds_what_load_returns(file: Path, tmp_path: Path) ->
 
 
 def test_a_merge_counts_the_changed_layers(file: Path, tmp_path: Path) -> None:
-    build_pipeline(TinyWan(), seed=3).save_pretrained(tmp_path / "base")
+    build_pipeline(tiny_wan_pipeline, seed=3).save_pretrained(tmp_path / "base")
     merged = st.adapters.merge(file, tmp_path / "base", tmp_path / "out", strength=0.5)
     assert merged.to_dict() == {
         "path": str(tmp_path / "out"),

@@ -11,7 +11,7 @@ import torch
 
 from supertuner.config.settings.model import ObjectiveSettings
 from supertuner.core.errors import ModelError
-from supertuner.models.families.sdxl.tiny import TinySdxl
+from supertuner.models.families.sdxl.family import tiny_sdxl_pipeline
 from supertuner.models.families.tiny_pipelines import write_pipeline
 from supertuner.models.family_registry import load_family
 from supertuner.models.objective.from_settings import objective_from_settings
@@ -25,7 +25,7 @@ TRAINED = {"DDPMScheduler", "DDIMScheduler", "EulerDiscreteScheduler", "UniPCMul
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pipeline_folder = tmp_path_factory.mktemp("sdxl") / "any"
-    write_pipeline(TinySdxl(), pipeline_folder, 0)
+    write_pipeline(tiny_sdxl_pipeline, pipeline_folder, 0)
     return pipeline_folder
 
 

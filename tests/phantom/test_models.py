@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from supertuner.models.families.flux.tiny import TinyFlux
+from supertuner.models.families.flux.family import tiny_flux_pipeline
 from supertuner.models.families.tiny_pipelines import build_pipeline
-from supertuner.models.families.wan22.tiny import TinyWan
+from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
 
 GIB = 1 << 30
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -52,13 +52,13 @@ def test_linear_systems_are_solved_without_complaint() -> None:
 
 
 def test_a_pipeline_of_wan_samples() -> None:
-    pipe = build_pipeline(TinyWan(), 0).to("cuda")
+    pipe = build_pipeline(tiny_wan_pipeline, 0).to("cuda")
     frames = pipe("a red square", height=32, width=48, num_frames=5, num_inference_steps=4, output_type="np").frames
     assert frames.shape == (1, 5, 32, 48, 3)
 
 
 def test_a_pipeline_of_flux_samples() -> None:
-    pipe = build_pipeline(TinyFlux(), 0).to("cuda")
+    pipe = build_pipeline(tiny_flux_pipeline, 0).to("cuda")
     images = pipe("a red square", height=32, width=48, num_inference_steps=2, output_type="np").images
     assert images.shape == (1, 32, 48, 3)
 

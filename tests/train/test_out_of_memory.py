@@ -84,7 +84,7 @@ def test_an_expert_loaded_for_samples_is_freed_afterwards(tmp_path: Path) -> Non
 
         def watched(*given: Any) -> Any:
             sampler: Any = own(*given)
-            loaded.extend(weakref.ref(getattr(sampler._pipeline, part)) for part in ("transformer_2", "text_encoder"))
+            loaded.extend(weakref.ref(getattr(sampler.pipeline, part)) for part in ("transformer_2", "text_encoder"))
             return sampler
 
         run.family = replace(run.family, build_sampler=watched)

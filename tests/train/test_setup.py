@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from supertuner.core.errors import ModelError, TrainError
 from supertuner.core.events import Event, WarningEvent
 from supertuner.data.corpus_loader import open_corpus
 from supertuner.models.families.tiny_pipelines import build_pipeline
-from supertuner.models.families.wan22.tiny import TinyWan
+from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
 from supertuner.models.family_registry import load_family
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import ModelDescription, ModelSource
@@ -103,7 +104,7 @@ def test_a_resumed_run_uses_its_first_hub_commit_unless_a_revision_is_set(tmp_pa
 
 def test_settings_of_an_expert_that_the_model_lacks_are_refused_or_warned_of(tmp_path: Path) -> None:
     """A family with two experts also has smaller models with one."""
-    build_pipeline(TinyWan(kind="ti2v"), 0).save_pretrained(tmp_path / "5b")
+    build_pipeline(partial(tiny_wan_pipeline, kind="ti2v"), 0).save_pretrained(tmp_path / "5b")
     model = load_family("wan2.2").read_model(ModelSource(str(tmp_path / "5b")))
     named = {"family": "wan2.2", "path": str(tmp_path / "5b")}
     sink = RecordingSink()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -38,37 +38,33 @@ class InvalidValue:
 
 
 ConversionOutcome: TypeAlias = SettingValue | ConversionNote | InvalidValue
-KeyConversion: TypeAlias = Callable[[JSON, Mapping[str, JSON]], Sequence[ConversionOutcome]]
+Outcomes: TypeAlias = Sequence[ConversionOutcome]
+KeyConversion: TypeAlias = Callable[[JSON, Mapping[str, JSON]], Outcomes]
 """(value, block that contains the key) → outcomes."""
 
 PRECISIONS = {
-    "no": "fp32",
-    "fp32": "fp32",
-    "float32": "fp32",
-    "float": "fp32",
-    "fp16": "fp16",
-    "float16": "fp16",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
+    **dict.fromkeys(("no", "fp32", "float32", "float"), "fp32"),
+    **dict.fromkeys(("fp16", "float16"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
 }
 OPTIMIZERS = {
-    "adamw": "adamw",
-    "adamw_bf16": "adamw",
-    "optimi-adamw": "adamw",
-    "adam": "adamw",
-    "adamw8bit": "adamw8bit",
-    "ao-adamw8bit": "adamw8bit",
-    "bnb-adamw8bit": "adamw8bit",
+    **dict.fromkeys(("adamw", "adamw_bf16", "optimi-adamw", "adam"), "adamw"),
+    **dict.fromkeys(("adamw8bit", "ao-adamw8bit", "bnb-adamw8bit"), "adamw8bit"),
     "adafactor": "adafactor",
-    "prodigy": "prodigy",
-    "prodigyopt": "prodigy",
-    "adamw_schedulefree": "schedule_free",
-    "schedulefree": "schedule_free",
-    "schedule_free": "schedule_free",
+    **dict.fromkeys(("prodigy", "prodigyopt"), "prodigy"),
+    **dict.fromkeys(("adamw_schedulefree", "schedulefree", "schedule_free"), "schedule_free"),
     "automagic": "automagic",
 }
 SCHEDULERS = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", "linear": "linear"}
 CAPTION_SOURCES = {"textfile": "sidecar", "filename": "filename", "parquet": "metadata", "instanceprompt": "constant"}
+
+
+def not_available(value: JSON, allowed: Iterable[str]) -> InvalidValue:
+    return InvalidValue(f"{format_value(value)} is not available; allowed: {', '.join(map(format_value, allowed))}")
+
+
+def not_a_switch(value: JSON) -> InvalidValue:
+    return InvalidValue(f"{format_value(value)} is not true or false")
 
 
 def rename_to(path: str) -> KeyConversion:
@@ -79,7 +75,7 @@ def rename_to(path: str) -> KeyConversion:
 def map_value(path: str, names: Mapping[str, str]) -> KeyConversion:
     """Translate the value by a table. A value that is not in the table is passed on, so that the error shows it."""
 
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
         return [SettingValue(path, names.get(value.lower(), value) if isinstance(value, str) else value)]
 
     return convert
@@ -101,7 +97,7 @@ def sibling_value(block: Mapping[str, JSON], name: str) -> JSON:
     return parse_text(value) if isinstance(value, str) else value
 
 
-def cache_dir(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def cache_dir(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if not value:
         return [ConversionNote("has no effect: it is empty")]
     return [
@@ -111,16 +107,16 @@ def cache_dir(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutc
     ]
 
 
-def run_name(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def run_name(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     return [SettingValue("^run.name", slug(value), is_implied=True)]
 
 
-def mask_floor(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def mask_floor(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """ai-toolkit's `mask_min_value`; it counts only if `mask_path` is set."""
     return [] if sibling_value(block, "mask_path") is None else [SettingValue("mask_floor", value)]
 
 
-def dataset_id(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def dataset_id(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     return [SettingValue("id", slug(value))]
 
 
@@ -132,7 +128,7 @@ def slug(value: JSON) -> JSON:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")[:200] or "unnamed"
 
 
-def backend_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def backend_type(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if value == "local":
         return [SettingValue("type", "disk")]
     if value == "memory":
@@ -142,26 +138,21 @@ def backend_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionO
     return [SettingValue("type", value)]
 
 
-def folder_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def folder_type(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """ai-toolkit's `type` of a dataset. Here the files themselves determine it."""
-    return (
-        [ConversionNote("has no effect: all folders are read in the same way")]
-        if value in ("image", "sd")
-        else [SettingValue("type", value)]
-    )
+    if value in ("image", "sd"):
+        return [ConversionNote("has no effect: all folders are read in the same way")]
+    return [SettingValue("type", value)]
 
 
-def use_gh200_trainer(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def use_gh200_trainer(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if value is True:
         note = ConversionNote("turns on gh200_optimizations.enable_uvm_hints; there is only one trainer")
         return [SettingValue("^gh200_optimizations.enable_uvm_hints", True, is_implied=True), note]
     if value is False:
-        return [
-            ConversionNote(
-                "has no effect: there is only one trainer; gh200_optimizations.enable_uvm_hints turns hints off"
-            )
-        ]
-    return [InvalidValue(f"{format_value(value)} is not true or false")]
+        remedy = "gh200_optimizations.enable_uvm_hints turns hints off"
+        return [ConversionNote(f"has no effect: there is only one trainer; {remedy}")]
+    return [not_a_switch(value)]
 
 
 def ramp_setting(name: str) -> KeyConversion:
@@ -172,19 +163,19 @@ def ramp_setting(name: str) -> KeyConversion:
     ]
 
 
-def repeats(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def repeats(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """SimpleTuner counts additional repeats: its 0 is our 1."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return [SettingValue("repeats", value + 1)]
     return [InvalidValue(f"{format_value(value)} is not a whole number of at least 0")]
 
 
-def disabled(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def disabled(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """`translate` handles true; here other values are refused."""
-    return [] if isinstance(value, bool) else [InvalidValue(f"{format_value(value)} is not true or false")]
+    return [] if isinstance(value, bool) else [not_a_switch(value)]
 
 
-def crop(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def crop(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if value is True:
         return [] if "crop_style" in block else [SettingValue("crop", "center")]
     if value is False:
@@ -192,72 +183,62 @@ def crop(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     return [SettingValue("crop", value)]
 
 
-def crop_style(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def crop_style(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if value in ("corner", "face"):
-        return [
-            SettingValue("crop", "center"),
-            ConversionNote(f"{format_value(value)} is not available; samples are cropped to the centre"),
-        ]
+        note = ConversionNote(f"{format_value(value)} is not available; samples are cropped to the centre")
+        return [SettingValue("crop", "center"), note]
     return [SettingValue("crop", value)]
 
 
-def crop_aspect(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def crop_aspect(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if value == "square":
         return [SettingValue("max_aspect_ratio", 1.0, is_implied=True)]
     if value in ("preserve", "closest"):
         return []
-    return [InvalidValue(f'{format_value(value)} is not available; allowed: "square", "preserve", "closest"')]
+    return [not_available(value, ("square", "preserve", "closest"))]
 
 
-def resolution(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def resolution(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """SimpleTuner's `resolution`: megapixels, or the side of a square, by `resolution_type`."""
     kind = block.get("resolution_type", block.get("--resolution_type", "pixel_area"))
     if kind == "area" and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
         side = round(math.sqrt(value * 1e6) / 64) * 64  # SimpleTuner: 1.0 and 1.05 both mean 1024 × 1024
-        return [
-            SettingValue("resolution", side),
-            ConversionNote(f"{value} megapixels is the area of a square of {side} × {side} pixels"),
-        ]
+        note = ConversionNote(f"{value} megapixels is the area of a square of {side} × {side} pixels")
+        return [SettingValue("resolution", side), note]
+    setting = SettingValue("resolution", int(value) if isinstance(value, float) and value == int(value) else value)
     if kind == "pixel":
-        return [
-            SettingValue("resolution", _int_if_whole(value)),
-            ConversionNote("is read as the side of a square of the same area, not as the shorter side"),
-        ]
-    return [SettingValue("resolution", _int_if_whole(value))]
+        note = ConversionNote("is read as the side of a square of the same area, not as the shorter side")
+        return [setting, note]
+    return [setting]
 
 
-def resolution_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def resolution_type(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if value not in ("area", "pixel", "pixel_area"):
         return [InvalidValue(f'{format_value(value)} is not a resolution type; allowed: "area", "pixel", "pixel_area"')]
     has_resolution = "resolution" in block or "--resolution" in block
     return [] if has_resolution else [ConversionNote("has no effect without resolution")]
 
 
-def resolution_list(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def resolution_list(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """ai-toolkit uses every sample at every resolution of the list."""
     if isinstance(value, list) and len(value) > 1 and "resolution_mode" not in block:
         return [SettingValue("resolution", value), SettingValue("resolution_mode", "each", is_implied=True)]
     return [SettingValue("resolution", value)]
 
 
-def caption_strategy(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def caption_strategy(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if not isinstance(value, str) or value not in CAPTION_SOURCES:
-        return [
-            InvalidValue(
-                f"{format_value(value)} is not available; allowed: {', '.join(map(format_value, CAPTION_SOURCES))}"
-            )
-        ]
+        return [not_available(value, CAPTION_SOURCES)]
     if block.get("only_instance_prompt") is True:
         return []
-    outcomes: list[ConversionOutcome] = [SettingValue("captions.source", CAPTION_SOURCES[value])]
-    if value == "textfile":  # in SimpleTuner, each line of the file is a separate caption
-        outcomes.append(
-            SettingValue("captions.several", block.get("disable_multiline_split") is not True, is_implied=True)
-        )
-    return outcomes
+    source = SettingValue("captions.source", CAPTION_SOURCES[value])
+    if value != "textfile":
+        return [source]
+    several = block.get("disable_multiline_split") is not True  # each line of the file is a separate caption
+    return [source, SettingValue("captions.several", several, is_implied=True)]
 
 
-def instance_prompt(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def instance_prompt(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if not value:
         return []
     if block.get("only_instance_prompt") is True or block.get("caption_strategy") == "instanceprompt":
@@ -270,47 +251,44 @@ def instance_prompt(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversi
 def used_by_key(other_key: str, is_switch: bool = True) -> KeyConversion:
     """A key that only the conversion of `other_key` reads. `is_switch`: it must be true or false."""
 
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
         if is_switch and not isinstance(value, bool):
-            return [InvalidValue(f"{format_value(value)} is not true or false")]
+            return [not_a_switch(value)]
         return [] if other_key in block else [ConversionNote(f"has no effect without {other_key}")]
 
     return convert
 
 
-def split_on(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    separators: dict[JSON, str] = {"comma": ",", "space": " ", "period": "."}
+def split_on(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    separators = {"comma": ",", "space": " ", "period": "."}
     if not isinstance(value, str) or value not in separators:
-        return [InvalidValue(f'{format_value(value)} is not available; allowed: "comma", "space", "period"')]
+        return [not_available(value, separators)]
     return [SettingValue("captions.tag_separator", separators[value])]
 
 
-def refresh_each_epoch(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def refresh_each_epoch(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     return [SettingValue("augmentations_cache_mode", "refresh_each_epoch", is_implied=True)] if value is True else []
 
 
-def caption_extension(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def caption_extension(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     return [SettingValue("captions.extension", f".{value.removeprefix('.')}" if isinstance(value, str) else value)]
 
 
-def frames(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def frames(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    setting = SettingValue("frames", value)
     is_video = isinstance(value, int) and value > 1
-    return [
-        SettingValue("frames", value),
-        *([SettingValue("dataset_type", "video", is_implied=True)] if is_video else []),
-    ]
+    return [setting, SettingValue("dataset_type", "video", is_implied=True)] if is_video else [setting]
 
 
-def flip_horizontal(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    if not isinstance(value, bool):
-        return [InvalidValue(f"{format_value(value)} is not true or false")]
-    return [SettingValue("augment.flip", 0.5 if value else 0.0)]
+def switch_to(path: str, on: JSON, off: JSON, is_implied: bool = False) -> KeyConversion:
+    """A switch that sets `path` to one of two values."""
 
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+        if not isinstance(value, bool):
+            return [not_a_switch(value)]
+        return [SettingValue(path, on if value else off, is_implied)]
 
-def random_crop(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    if not isinstance(value, bool):
-        return [InvalidValue(f"{format_value(value)} is not true or false")]
-    return [SettingValue("crop", "random" if value else "center")]
+    return convert
 
 
 def cache_location(kind: str, location: str, memory_key: str = "") -> KeyConversion:
@@ -320,21 +298,16 @@ def cache_location(kind: str, location: str, memory_key: str = "") -> KeyConvers
     unified memory and the disk keeps them.
     """
 
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
         if not isinstance(value, bool):
-            return [InvalidValue(f"{format_value(value)} is not true or false")]
+            return [not_a_switch(value)]
         if not value:
             return []
         cache_type = "unified_memory" if memory_key and block.get(memory_key) is True else location
-        outcomes: list[ConversionOutcome] = [
-            SettingValue(f"^cache_config.{kind}_cache_type", cache_type, is_implied=True)
-        ]
+        settings: dict[str, JSON] = {f"{kind}_cache_type": cache_type}
         if location == "disk":
-            outcomes.append(SettingValue("^cache_config.persistent_cache", True, is_implied=True))
-        return [*outcomes, ConversionNote(f'sets cache_config.{kind}_cache_type: "{cache_type}" for the whole run')]
+            settings["persistent_cache"] = True
+        note = ConversionNote(f'sets cache_config.{kind}_cache_type: "{cache_type}" for the whole run')
+        return [*(SettingValue(f"^cache_config.{name}", value, True) for name, value in settings.items()), note]
 
     return convert
-
-
-def _int_if_whole(value: JSON) -> JSON:
-    return int(value) if isinstance(value, float) and value == int(value) else value

@@ -13,15 +13,22 @@ PAIRED_DATA = (
 )
 NO_REG = "has no effect: set prior: true for prior preservation, or loss_weight to weight the dataset"
 NO_SIZES = "has no effect: samples of all sizes are used; set upscale: false to keep small ones from being enlarged"
+NO_ASPECT_RATIOS = "has no effect: samples of every aspect ratio are used, cropped to max_aspect_ratio"
+NO_ALPHA_MASK = (
+    "has no effect: alpha channels are not read as masks; set mask_dir to a folder of masks named like the samples"
+)
+NO_STRENGTH = "has no effect: an adapter is trained at full strength on every dataset; loss_weight weights a dataset"
+SEEDED_SHUFFLE = "has no effect: tags are shuffled in each epoch, seeded by run.seed"
+USE_CAPTIONS = "has no effect: use the captions block"
+USE_AUGMENT = "has no effect: use the augment block"
+AUDIO_KEYS = "bucket_strategy truncation_mode auto_split allow_zero_audio source_from_video"
+PARQUET_KEYS = "width_column height_column fallback_caption_column identifier_includes_extension"
+AI_TOOLKIT_STAGING_KEYS = "buckets num_workers prefetch_factor augmentation_cache_epoch shrink_video_to_frames scale"
 
+_SAME_NAME = ("resolution", "resolution_type", "caption_strategy", "instance_prompt", "prepend_instance_prompt")
 INHERITED_ROOT_KEYS = {
     SIMPLETUNER: {
-        "resolution": "resolution",
-        "resolution_type": "resolution_type",
-        "caption_strategy": "caption_strategy",
-        "instance_prompt": "instance_prompt",
-        "prepend_instance_prompt": "prepend_instance_prompt",
-        "only_instance_prompt": "only_instance_prompt",
+        **{name: name for name in (*_SAME_NAME, "only_instance_prompt")},
         "caption_dropout_probability": "captions.dropout",
         "aspect_bucket_alignment": "bucket_step",
     },
@@ -66,11 +73,7 @@ DATASET_KEYS = (
     DialectKey(SIMPLETUNER, "repeats", to_ours.repeats, in_dialect_only=True),
     DialectKey(SIMPLETUNER, "resolution", to_ours.resolution, in_dialect_only=True),
     *ignored_keys(SIMPLETUNER, NO_SIZES, "minimum_image_size maximum_image_size target_downsample_size"),
-    *ignored_keys(
-        SIMPLETUNER,
-        "has no effect: samples of every aspect ratio are used, cropped to max_aspect_ratio",
-        "minimum_aspect_ratio",
-    ),
+    *ignored_keys(SIMPLETUNER, NO_ASPECT_RATIOS, "minimum_aspect_ratio"),
     *ignored_keys(
         SIMPLETUNER,
         NOT_NEEDED,
@@ -79,24 +82,9 @@ DATASET_KEYS = (
     ),
     *ignored_keys(SIMPLETUNER, PAIRED_DATA, "conditioning_data conditioning"),
     *ignored_keys(SIMPLETUNER, NOT_NEEDED, "min_frames max_frames is_i2v bucket_strategy frame_interval", "video"),
-    *ignored_keys(
-        SIMPLETUNER,
-        NOT_NEEDED,
-        "bucket_strategy truncation_mode auto_split allow_zero_audio source_from_video",
-        "audio",
-    ),
-    *ignored_keys(
-        SIMPLETUNER,
-        "has no effect: tags are shuffled in each epoch, seeded by run.seed",
-        "count seed include_original",
-        "caption_shuffle",
-    ),
-    *ignored_keys(
-        SIMPLETUNER,
-        NOT_NEEDED,
-        "width_column height_column fallback_caption_column identifier_includes_extension",
-        "parquet",
-    ),
+    *ignored_keys(SIMPLETUNER, NOT_NEEDED, AUDIO_KEYS, "audio"),
+    *ignored_keys(SIMPLETUNER, SEEDED_SHUFFLE, "count seed include_original", "caption_shuffle"),
+    *ignored_keys(SIMPLETUNER, NOT_NEEDED, PARQUET_KEYS, "parquet"),
     *converted_keys(
         AI_TOOLKIT,
         {
@@ -113,8 +101,8 @@ DATASET_KEYS = (
             "mask_min_value": to_ours.mask_floor,
             "prior_reg": rename_to("prior"),
             "num_frames": to_ours.frames,
-            "flip_x": to_ours.flip_horizontal,
-            "random_crop": to_ours.random_crop,
+            "flip_x": to_ours.switch_to("augment.flip", 0.5, 0.0),
+            "random_crop": to_ours.switch_to("crop", "random", "center"),
             "bucket_tolerance": rename_to("bucket_step"),
             "cache_latents_to_disk": to_ours.cache_location("vae", "disk", memory_key="cache_latents"),
             "cache_latents": to_ours.cache_location("vae", "unified_memory"),
@@ -123,29 +111,11 @@ DATASET_KEYS = (
     ),
     DialectKey(AI_TOOLKIT, "resolution", to_ours.resolution_list, in_dialect_only=True),
     DialectKey(AI_TOOLKIT, "type", to_ours.folder_type, in_dialect_only=True),
-    *ignored_keys(
-        AI_TOOLKIT,
-        NOT_NEEDED,
-        "buckets num_workers prefetch_factor augmentation_cache_epoch shrink_video_to_frames scale",
-    ),
-    *ignored_keys(
-        AI_TOOLKIT,
-        "has no effect: alpha channels are not read as masks; set mask_dir to a folder of masks named like the samples",
-        "alpha_mask",
-    ),
-    *ignored_keys(
-        AI_TOOLKIT,
-        "has no effect: an adapter is trained at full strength on every dataset; loss_weight weights a dataset",
-        "network_weight",
-    ),
+    *ignored_keys(AI_TOOLKIT, NOT_NEEDED, AI_TOOLKIT_STAGING_KEYS),
+    *ignored_keys(AI_TOOLKIT, NO_ALPHA_MASK, "alpha_mask"),
+    *ignored_keys(AI_TOOLKIT, NO_STRENGTH, "network_weight"),
     *ignored_keys(AI_TOOLKIT, NO_REG, "is_reg"),
     *ignored_keys(AI_TOOLKIT, "has no effect: the model determines whether it starts from an image", "do_i2v"),
-    *ignored_keys(
-        AI_TOOLKIT, "has no effect: use the captions block", "default_caption token_dropout_rate random_triggers poi"
-    ),
-    *ignored_keys(
-        AI_TOOLKIT,
-        "has no effect: use the augment block",
-        "augments augmentations shuffle_augmentations flip_y random_scale",
-    ),
+    *ignored_keys(AI_TOOLKIT, USE_CAPTIONS, "default_caption token_dropout_rate random_triggers poi"),
+    *ignored_keys(AI_TOOLKIT, USE_AUGMENT, "augments augmentations shuffle_augmentations flip_y random_scale"),
 )

@@ -6,20 +6,8 @@ from collections.abc import Mapping
 from functools import cache
 
 from supertuner.config.dialects.dataset_keys import DATASET_KEYS, INHERITED_ROOT_KEYS
-from supertuner.config.dialects.dialect_keys import AI_TOOLKIT, SIMPLETUNER, DialectKey
+from supertuner.config.dialects.dialect_keys import DialectKey
 from supertuner.config.dialects.run_keys import RUN_KEYS
-
-__all__ = [
-    "AI_TOOLKIT",
-    "DATASET_KEYS",
-    "RUN_KEYS",
-    "SIMPLETUNER",
-    "DialectKey",
-    "dataset_keys",
-    "detect_dialect",
-    "inherited_keys",
-    "run_keys",
-]
 
 
 @cache
@@ -42,11 +30,6 @@ def inherited_keys() -> Mapping[str, tuple[str, str]]:
 
 def detect_dialect(entry: Mapping[str, object]) -> str:
     """The dialect of a dataset entry, by its first key that only one dialect has; "" if there is none."""
-    shared = {"type", "crop", "audio"}
-    keys = dataset_keys("")
-    for name in entry:
-        if name not in shared:
-            for key, dialect_key in keys.items():
-                if key == name or key.startswith(f"{name}."):
-                    return dialect_key.dialect
-    return ""
+    names = [name for name in entry if name not in ("type", "crop", "audio")]
+    rows = (row for name in names for key, row in dataset_keys("").items() if key == name or key.startswith(f"{name}."))
+    return next((row.dialect for row in rows), "")

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from supertuner.config.dialects.conversions import ConversionNote, ConversionOutcome, InvalidValue, SettingValue
+from supertuner.config.dialects.conversions import (
+    ConversionNote,
+    ConversionOutcome,
+    InvalidValue,
+    SettingValue,
+    not_available,
+)
 from supertuner.config.settings.values import format_value
 from supertuner.core.types import JSON
 
 ALGORITHMS: Final = {"lora": "locon", "locon": "locon", "loha": "loha", "lokr": "lokr", "full": "diff"}
 FULL_MATRIX_DIM: Final = 10_000
 """With LoKr, a `linear_dim` of at least this asks for full matrices."""
-TARGET_PRESETS: Final = {
-    frozenset({"Attention"}): "attention",
-    frozenset({"Attention", "FeedForward"}): "attention_mlp",
-}
+TARGET_PRESETS: Final = {("Attention",): "attention", ("Attention", "FeedForward"): "attention_mlp"}
+"""Classes of modules, sorted → preset."""
 _NO_EFFECT: Final = "has no effect: there is no such option"
+_NO_PRESET: Final = "has no effect: use adapter.targets for layers and adapter.modules for their ranks"
+_FULL_STRENGTH: Final = "an adapter is trained at full strength, 1"
 _SWITCHES: Final = {"full_matrix": "adapter.lokr_full_matrix", "rs_lora": "adapter.rslora"}
 
 
@@ -30,10 +36,8 @@ def convert_lycoris_config(tree: Mapping[str, JSON]) -> Iterator[tuple[str, Conv
             continue  # full weights have neither
         elif name == "linear_dim":
             full_matrix = isinstance(value, int) and value >= FULL_MATRIX_DIM and tree.get("algo") == "lokr"
-            yield (
-                name,
-                SettingValue("adapter.lokr_full_matrix", True) if full_matrix else SettingValue("adapter.rank", value),
-            )
+            setting, size = ("lokr_full_matrix", True) if full_matrix else ("rank", value)
+            yield name, SettingValue(f"adapter.{setting}", size)
         elif name == "linear_alpha":
             if value:
                 yield name, SettingValue("adapter.alpha", value)
@@ -47,15 +51,10 @@ def convert_lycoris_config(tree: Mapping[str, JSON]) -> Iterator[tuple[str, Conv
             yield from ((f"{name}.{key}", outcome) for key, outcome in _convert_preset(value))
         elif name == "multiplier":
             if value not in (1, 1.0):
-                yield (
-                    name,
-                    InvalidValue(f"{format_value(value)} is not available; an adapter is trained at full strength, 1"),
-                )
+                yield name, InvalidValue(f"{format_value(value)} is not available; {_FULL_STRENGTH}")
         elif name == "dora_wd" and value is True:
-            yield (
-                name,
-                InvalidValue('is not available for LyCORIS; use lora_type: "standard" and adapter.dora: true'),
-            )
+            remedy = 'use lora_type: "standard" and adapter.dora: true'
+            yield name, InvalidValue(f"is not available for LyCORIS; {remedy}")
         else:
             yield name, ConversionNote(_NO_EFFECT)
 
@@ -63,23 +62,16 @@ def convert_lycoris_config(tree: Mapping[str, JSON]) -> Iterator[tuple[str, Conv
 def _convert_algorithm(value: JSON) -> ConversionOutcome:
     if isinstance(value, str) and value in ALGORITHMS:
         return SettingValue("adapter.type", ALGORITHMS[value])
-    return InvalidValue(f"{format_value(value)} is not available; allowed: {', '.join(map(format_value, ALGORITHMS))}")
+    return not_available(value, ALGORITHMS)
 
 
 def _convert_preset(value: Mapping[str, JSON]) -> Iterator[tuple[str, ConversionOutcome]]:
     for name, inner in value.items():
         if name == "target_module" and isinstance(inner, list):
-            preset = TARGET_PRESETS.get(frozenset(map(str, inner)))
+            preset = TARGET_PRESETS.get(tuple(sorted(set(map(str, inner)))))
             yield name, SettingValue("adapter.targets", preset or "attention_mlp", is_implied=True)
             if preset is None:
-                yield (
-                    name,
-                    ConversionNote(
-                        f'{format_value(inner)} are classes of modules; sets adapter.targets: "attention_mlp" instead'
-                    ),
-                )
+                classes = f"{format_value(inner)} are classes of modules"
+                yield name, ConversionNote(f'{classes}; sets adapter.targets: "attention_mlp" instead')
         else:
-            yield (
-                name,
-                ConversionNote("has no effect: use adapter.targets for layers and adapter.modules for their ranks"),
-            )
+            yield name, ConversionNote(_NO_PRESET)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TypeGuard
 
 from supertuner.config.dialects.conversions import (
     ConversionNote,
-    ConversionOutcome,
     InvalidValue,
     KeyConversion,
+    Outcomes,
     SettingValue,
+    not_a_switch,
     sibling_value,
+    switch_to,
 )
 from supertuner.config.settings.values import format_value
 from supertuner.core.types import JSON
@@ -22,15 +24,13 @@ from supertuner.core.types import JSON
 def use_ema(default_decay: float) -> KeyConversion:
     """`use_ema`: true sets the dialect's default decay, unless `ema_decay` is given."""
 
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
         if not isinstance(value, bool):
-            return [InvalidValue(f"{format_value(value)} is not true or false")]
+            return [not_a_switch(value)]
         if not value or sibling_value(block, "ema_decay") is not None:
             return []
-        return [
-            SettingValue("train.ema_decay", default_decay, is_implied=True),
-            ConversionNote(f"sets train.ema_decay: {default_decay:g}, the default"),
-        ]
+        note = ConversionNote(f"sets train.ema_decay: {default_decay:g}, the default")
+        return [SettingValue("train.ema_decay", default_decay, is_implied=True), note]
 
     return convert
 
@@ -38,7 +38,7 @@ def use_ema(default_decay: float) -> KeyConversion:
 def ema_decay(enabled_by_default: bool) -> KeyConversion:
     """`ema_decay`, which counts only if EMA is on."""
 
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
         enabled = sibling_value(block, "use_ema")
         if enabled is True or (enabled is None and enabled_by_default):
             return [SettingValue("train.ema_decay", value)]
@@ -47,40 +47,34 @@ def ema_decay(enabled_by_default: bool) -> KeyConversion:
     return convert
 
 
-def disabled_ema(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def disabled_ema(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """ai-toolkit's `ema_config` if it is not a block."""
-    return (
-        []
-        if value in (None, False)
-        else [InvalidValue(f"{format_value(value)} is not a block; it holds use_ema and ema_decay")]
-    )
+    problem = InvalidValue(f"{format_value(value)} is not a block; it holds use_ema and ema_decay")
+    return [] if value in (None, False) else [problem]
 
 
-def resume(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def resume(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     return [SettingValue("checkpoints.resume", value)] if value else []
 
 
-def validation_prompt(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def validation_prompt(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """SimpleTuner's one `validation_prompt`."""
     if not value and value != 0:
         return []
     return [SettingValue("validation.prompts", [value if isinstance(value, str) else format_value(value)])]
 
 
-def sample_prompts(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def sample_prompts(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """ai-toolkit's `sample.prompts`."""
     if not isinstance(value, list):
         return [InvalidValue(f"{format_value(value)} is not a list of prompts")]
-    has_trigger = any(isinstance(prompt_text, str) and "[trigger]" in prompt_text for prompt_text in value)
-    notes = (
-        [ConversionNote("[trigger] is not replaced in these prompts; write the trigger word itself")]
-        if has_trigger
-        else []
-    )
-    return [SettingValue("validation.prompts", list(value)), *notes]
+    setting = SettingValue("validation.prompts", list(value))
+    if not any(isinstance(prompt, str) and "[trigger]" in prompt for prompt in value):
+        return [setting]
+    return [setting, ConversionNote("[trigger] is not replaced in these prompts; write the trigger word itself")]
 
 
-def sample_entries(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def sample_entries(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """ai-toolkit's `sample.samples`: prompts with individual settings, of which only the prompts are read."""
     if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
         return [InvalidValue(f"{format_value(value)} is not a list of blocks with a prompt each")]
@@ -91,7 +85,7 @@ def sample_entries(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversio
     return [*sample_prompts(prompt_texts, block), *notes]
 
 
-def validation_seeds(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def validation_seeds(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """SimpleTuner's `validation_seed` and `num_validation_images`: that many consecutive seeds."""
     first, count = sibling_value(block, "validation_seed"), sibling_value(block, "num_validation_images")
     first, count = 0 if first is None else first, 1 if count is None else count
@@ -100,12 +94,12 @@ def validation_seeds(value: JSON, block: Mapping[str, JSON]) -> Sequence[Convers
     return [SettingValue("validation.seeds", list(range(first, first + count)))]
 
 
-def sample_seed(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def sample_seed(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """ai-toolkit's `sample.seed`."""
     return [] if value is None else [SettingValue("validation.seeds", [value])]
 
 
-def validation_resolution(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def validation_resolution(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """SimpleTuner's `validation_resolution`: a side, megapixels, `1024x576`, or a list of these separated by commas."""
     first, *others = [part.strip() for part in str(value).lower().split(",")]
     sides = re.fullmatch(r"(\d{1,6})x(\d{1,6})", first)
@@ -121,17 +115,17 @@ def validation_resolution(value: JSON, block: Mapping[str, JSON]) -> Sequence[Co
     return [SettingValue("validation.width", width), SettingValue("validation.height", height), *notes]
 
 
-def validation_interval(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def validation_interval(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """SimpleTuner's `validation_step_interval`; ignored with `validation_disable`."""
     if sibling_value(block, "validation_disable") is True or value in (None, 0):
         return []
     return [SettingValue("validation.every_steps", value)]
 
 
-def disable_validation(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def disable_validation(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """`validation_disable` and ai-toolkit's `disable_sampling`."""
     if not isinstance(value, bool):
-        return [InvalidValue(f"{format_value(value)} is not true or false")]
+        return [not_a_switch(value)]
     if not value:
         return []
     switches = [SettingValue(f"validation.{name}", False) for name in ("at_start", "at_end")]
@@ -140,32 +134,24 @@ def disable_validation(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conve
 
 def validate_at_start(inverted: bool, is_implied: bool = False) -> KeyConversion:
     """A switch for a validation before the first step; `inverted`: true turns it off."""
-
-    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-        if not isinstance(value, bool):
-            return [InvalidValue(f"{format_value(value)} is not true or false")]
-        return [SettingValue("validation.at_start", value != inverted, is_implied=is_implied)]
-
-    return convert
+    return switch_to("validation.at_start", not inverted, inverted, is_implied)
 
 
-def sample_interval(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def sample_interval(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """ai-toolkit's `sample_every`. ai-toolkit also samples before the first step; keys of `train` can turn both off."""
     if value in (None, 0):
         return []
-    return [
-        SettingValue("validation.every_steps", value, is_implied=True),
-        SettingValue("validation.at_start", True, is_implied=True),
-    ]
+    settings: dict[str, JSON] = {"every_steps": value, "at_start": True}
+    return [SettingValue(f"validation.{name}", setting, is_implied=True) for name, setting in settings.items()]
 
 
-def report_to(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def report_to(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """SimpleTuner's `report_to`: trackers, separated by commas."""
     names = {part.strip() for part in str(value).lower().split(",")} - {"", "none"}
     if "all" in names:
         names = {"tensorboard", "wandb"}
     unknown = sorted(names - {"tensorboard", "wandb"})
-    outcomes: list[ConversionOutcome] = [SettingValue("report.tensorboard", "tensorboard" in names)]
+    outcomes: list[SettingValue | ConversionNote] = [SettingValue("report.tensorboard", "tensorboard" in names)]
     if "wandb" in names:
         outcomes.append(SettingValue("report.wandb", sibling_value(block, "tracker_project_name") or "simpletuner"))
     if unknown:
@@ -173,19 +159,16 @@ def report_to(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutc
     return outcomes
 
 
-def tracker_project_name(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def tracker_project_name(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """SimpleTuner's `tracker_project_name`, which `report_to` reads."""
-    return (
-        []
-        if "wandb" in str(sibling_value(block, "report_to"))
-        else [ConversionNote("has no effect: nothing is reported to wandb")]
-    )
+    reports = "wandb" in str(sibling_value(block, "report_to"))
+    return [] if reports else [ConversionNote("has no effect: nothing is reported to wandb")]
 
 
-def use_wandb(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+def use_wandb(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """ai-toolkit's `logging.use_wandb`."""
     if not isinstance(value, bool):
-        return [InvalidValue(f"{format_value(value)} is not true or false")]
+        return [not_a_switch(value)]
     return [SettingValue("report.wandb", block.get("project_name") or "ai-toolkit")] if value else []
 
 

@@ -12,25 +12,23 @@ from supertuner.config.settings.block import SettingsBlock, SettingsIssue
 from supertuner.core.types import MediaKind
 
 
-def _one_or_several(value: Any) -> Any:
-    """Accept a single value for a list: `1024` → `(1024,)`. A list becomes a tuple, which strict pydantic needs."""
-    if isinstance(value, list):
-        return tuple(value)
-    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+def one_or_several(item: Any, *types: type) -> BeforeValidator:
+    """Accept a single value of `types` for a list: `1024` → `(1024,)`. A list becomes a tuple, which strict pydantic
+    needs. `item` is the type of the items."""
+
+    def to_tuple(value: Any) -> Any:
+        if isinstance(value, list):
+            return tuple(value)
+        return (value,) if isinstance(value, types) and not isinstance(value, bool) else value
+
+    return BeforeValidator(to_tuple, json_schema_input_type=item | tuple[item, ...])
 
 
+SEVERAL = Field(min_length=1, max_length=64)
 PixelSide = Annotated[int, Field(ge=16, le=16384)]
 FrameCount = Annotated[int, Field(ge=1, le=100_000)]
-PixelSides = Annotated[
-    tuple[PixelSide, ...],
-    Field(min_length=1, max_length=64),
-    BeforeValidator(_one_or_several, json_schema_input_type=PixelSide | tuple[PixelSide, ...]),
-]
-FrameCounts = Annotated[
-    tuple[FrameCount, ...],
-    Field(min_length=1, max_length=64),
-    BeforeValidator(_one_or_several, json_schema_input_type=FrameCount | tuple[FrameCount, ...]),
-]
+PixelSides = Annotated[tuple[PixelSide, ...], SEVERAL, one_or_several(PixelSide, int)]
+FrameCounts = Annotated[tuple[FrameCount, ...], SEVERAL, one_or_several(FrameCount, int)]
 _ID = {"allowed": "text of letters, digits and . _ - that starts with a letter or digit"}
 _EXTENSION = {"allowed": 'the extension of a file name, such as ".txt"'}
 UnitFraction = Annotated[float, Field(ge=0, le=1)]
@@ -197,38 +195,29 @@ class DatasetSettings(SettingsBlock):
         if small:
             yield SettingsIssue("resolution", f"{small[0]} is below bucket_step {self.bucket_step}", ("bucket_step",))
         if self.dataset_type is not MediaKind.VIDEO and self.frames != (1,):
-            yield SettingsIssue(
-                "frames",
-                f'{_numbers_text(self.frames)} needs dataset_type "video", not "{self.dataset_type}"',
-                ("dataset_type",),
-            )
+            message = f'{_numbers_text(self.frames)} needs dataset_type "video", not "{self.dataset_type}"'
+            yield SettingsIssue("frames", message, ("dataset_type",))
         for name, field in (("frames", self.frames), ("resolution", self.resolution)):
             if len(set(field)) != len(field):
                 yield SettingsIssue(name, f"{_numbers_text(field)} contains a value twice")
         if self.dataset_type is MediaKind.AUDIO:
-            for key in ("flip", "crop_jitter", "brightness", "contrast", "saturation", "hue"):
-                if getattr(self.augment, key):
-                    yield SettingsIssue(f"augment.{key}", "has no meaning for sound; remove it", ("dataset_type",))
-            if self.mask_dir is not None:
-                yield SettingsIssue("mask_dir", "has no meaning for sound; remove it", ("dataset_type",))
+            visual = [f"augment.{name}" for name, value in self.augment if value]
+            for name in (*visual, *(["mask_dir"] if self.mask_dir is not None else [])):
+                yield SettingsIssue(name, "has no meaning for sound; remove it", ("dataset_type",))
         if self.conditioning_dir is not None:
             yield from self._conditioning_contradictions()
 
     def _conditioning_contradictions(self) -> Iterator[SettingsIssue]:
         """Settings that would change a sample but not its reference image."""
         if self.dataset_type is not MediaKind.IMAGE:
-            yield SettingsIssue(
-                "conditioning_dir", f'needs dataset_type "image", not "{self.dataset_type}"', ("dataset_type",)
-            )
+            message = f'needs dataset_type "image", not "{self.dataset_type}"'
+            yield SettingsIssue("conditioning_dir", message, ("dataset_type",))
+        related = ("conditioning_dir",)
         changed = [f"augment.{name}" for name, value in self.augment if value]
         for name in (*changed, *(["crop"] if self.crop == "random" else [])):
-            yield SettingsIssue(
-                name, "would change the sample but not its reference image; remove it", ("conditioning_dir",)
-            )
+            yield SettingsIssue(name, "would change the sample but not its reference image; remove it", related)
         if self.resolution_mode == "each" and len(self.resolution) > 1:
-            yield SettingsIssue(
-                "resolution_mode", 'is not available with conditioning_dir; use "best"', ("conditioning_dir",)
-            )
+            yield SettingsIssue("resolution_mode", 'is not available with conditioning_dir; use "best"', related)
 
     def warnings(self) -> Iterator[SettingsIssue]:
         if "conditioning_resolution" in self.model_fields_set and self.conditioning_dir is None:
@@ -239,10 +228,8 @@ class DatasetSettings(SettingsBlock):
             yield SettingsIssue("resolution", message)
         odd = [count for count in self.frames if count % 4 != 1]
         if self.dataset_type is MediaKind.VIDEO and odd:
-            yield SettingsIssue(
-                "frames",
-                f"{odd[0]} is not 4n + 1, as the encoders of video models need; they drop the remaining frames",
-            )
+            message = f"{odd[0]} is not 4n + 1, as the encoders of video models need; they drop the remaining frames"
+            yield SettingsIssue("frames", message)
         if "mask_floor" in self.model_fields_set and self.mask_dir is None:
             yield SettingsIssue("mask_floor", "has no effect without mask_dir")
         if self.prior and self.held_out:
@@ -251,10 +238,8 @@ class DatasetSettings(SettingsBlock):
             yield SettingsIssue("fps", f'has no effect with dataset_type "{self.dataset_type}"')
         varies = self.crop == "random" or self.captions.shuffle_tags or any(value for _, value in self.augment)
         if self.variations > 1 and not varies:
-            message = (
-                f'{self.variations} variations are identical: set augment, captions.shuffle_tags, or crop: "random"'
-            )
-            yield SettingsIssue("variations", message)
+            remedy = 'set augment, captions.shuffle_tags, or crop: "random"'
+            yield SettingsIssue("variations", f"{self.variations} variations are identical: {remedy}")
 
 
 class LoaderSettings(SettingsBlock):

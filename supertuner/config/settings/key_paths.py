@@ -19,17 +19,9 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys and list positions, from the root down."""
 
 CHANGEABLE_SETTINGS: Final = (
-    "checkpoints.in_background",
-    "datasets[].in_memory.num_workers",
-    "forecast",
-    "loader.num_workers",
-    "loader.prefetch_batches",
-    "memory",
-    "parallel",
-    "plan",
-    "report",
-    "gh200_optimizations.enable_uvm_hints",
-)
+    "checkpoints.in_background", "datasets[].in_memory.num_workers", "forecast", "loader.num_workers",
+    "loader.prefetch_batches", "memory", "parallel", "plan", "report", "gh200_optimizations.enable_uvm_hints",
+)  # fmt: skip
 """Patterns of settings and blocks that do not affect what is trained: where memory is, how many threads work, what is
 reported. They may change between two sessions of one run. All other settings that differ from their defaults identify
 the run; a setting that a later version adds does not count while it has its default."""
@@ -71,13 +63,10 @@ def parse_path(text: str) -> KeyPath | None:
     """The inverse of `format_path`; None if `text` is not a path."""
     steps: list[str | int] = []
     position = 0
-    while position < len(text):
-        match = _PATH_STEP.match(text, position)
-        if match is None:
-            return None
+    while match := _PATH_STEP.match(text, position):
         steps.append(match[1] if match[1] is not None else int(match[2]))
         position = match.end()
-    return tuple(steps) if steps and isinstance(steps[0], str) else None
+    return tuple(steps) if position == len(text) and steps and isinstance(steps[0], str) else None
 
 
 def pattern(key_path: KeyPath) -> str:
@@ -113,20 +102,15 @@ def settings() -> Mapping[str, SettingSchema]:
         for field in block.model_fields:
             setting_pattern = f"{name}.{field}".lstrip(".")
             if setting_pattern not in blocks() and f"{setting_pattern}[]" not in blocks():
-                schemas[setting_pattern] = SettingSchema(
-                    setting_pattern, _resolve_reference(properties[field], root["$defs"])
-                )
+                schema = _resolve_reference(properties[field], root["$defs"])
+                schemas[setting_pattern] = SettingSchema(setting_pattern, schema)
     return schemas
 
 
 @cache
 def setting_defaults() -> Mapping[str, Any]:
     """The default of each setting that has one, as JSON, by the setting's pattern."""
-    return {
-        setting_pattern: setting.schema["default"]
-        for setting_pattern, setting in settings().items()
-        if "default" in setting.schema
-    }
+    return {name: setting.schema["default"] for name, setting in settings().items() if "default" in setting.schema}
 
 
 def schema_alternatives(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
@@ -152,7 +136,5 @@ def _is_block(annotation: Any) -> bool:
 
 def _resolve_reference(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
     """The node with its `$ref` replaced by the definition. Below a block, references name simple types only."""
-    flat = dict(node)
-    if "$ref" in flat:
-        flat = {**definitions[str(flat.pop("$ref")).rsplit("/", 1)[1]], **flat}
-    return flat
+    reference = str(node.get("$ref", "")).rpartition("/")[2]
+    return {**definitions.get(reference, {}), **{name: value for name, value in node.items() if name != "$ref"}}

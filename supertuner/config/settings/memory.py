@@ -26,11 +26,8 @@ class Gh200Optimizations(SettingsBlock):
     def contradictions(self) -> Iterator[SettingsIssue]:
         initial, target = self.initial_effective_batch_size, self.target_effective_batch_size
         if initial is not None and target is not None and target < initial:
-            yield SettingsIssue(
-                "target_effective_batch_size",
-                f"{target} is below initial_effective_batch_size {initial}; the ramp must not decrease",
-                ("initial_effective_batch_size",),
-            )
+            message = f"{target} is below initial_effective_batch_size {initial}; the ramp must not decrease"
+            yield SettingsIssue("target_effective_batch_size", message, ("initial_effective_batch_size",))
         if self.enable_batch_size_rampup and initial is None:
             message = "is missing: enable_batch_size_rampup is true, and the ramp needs a start"
             yield SettingsIssue("initial_effective_batch_size", message, ("initial_effective_batch_size",))

@@ -41,13 +41,8 @@ class PlanSettings(SettingsBlock):
     @property
     def explicit_choices(self) -> dict[str, str]:
         """The settings that override the plan: those that are not "auto"."""
-        choices = {
-            "weights": self.weights,
-            "activations": self.activations,
-            "optimizer": self.optimizer,
-            "idle_experts": self.idle_experts,
-        }
-        return {name: value for name, value in choices.items() if value != "auto"}
+        names = ("weights", "activations", "optimizer", "idle_experts")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != "auto"}
 
     def warnings(self) -> Iterator[SettingsIssue]:
         for name in self.explicit_choices:

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from supertuner.config.settings.block import SettingsBlock, SettingsIssue
-from supertuner.config.settings.data import PixelSide
-
-
-def _one_or_several(value: Any) -> Any:
-    """Accept a single value for a list: `"a cat"` → `("a cat",)`. A list becomes a tuple, which strict pydantic
-    needs."""
-    if isinstance(value, list):
-        return tuple(value)
-    return (value,) if isinstance(value, str | int | float) and not isinstance(value, bool) else value
-
+from supertuner.config.settings.data import SEVERAL, PixelSide, one_or_several
 
 RandomSeed = Annotated[int, Field(ge=0, lt=1 << 63)]
 NoiseLevel = Annotated[float, Field(gt=0, lt=1)]
-PromptTexts = Annotated[
-    tuple[str, ...],
-    Field(max_length=256),
-    BeforeValidator(_one_or_several, json_schema_input_type=str | tuple[str, ...]),
-]
-RandomSeeds = Annotated[
-    tuple[RandomSeed, ...],
-    Field(min_length=1, max_length=64),
-    BeforeValidator(_one_or_several, json_schema_input_type=RandomSeed | tuple[RandomSeed, ...]),
-]
-NoiseLevels = Annotated[
-    tuple[NoiseLevel, ...],
-    Field(min_length=1, max_length=64),
-    BeforeValidator(_one_or_several, json_schema_input_type=NoiseLevel | tuple[NoiseLevel, ...]),
-]
+PromptTexts = Annotated[tuple[str, ...], Field(max_length=256), one_or_several(str, str, int, float)]
+RandomSeeds = Annotated[tuple[RandomSeed, ...], SEVERAL, one_or_several(RandomSeed, str, int, float)]
+NoiseLevels = Annotated[tuple[NoiseLevel, ...], SEVERAL, one_or_several(NoiseLevel, str, int, float)]
 
 
 class ValidationSettings(SettingsBlock):

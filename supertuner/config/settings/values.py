@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from supertuner.config.settings.key_paths import SettingSchema, schema_alternatives
@@ -36,37 +36,28 @@ def coerce_text(value: JSON, text: str, setting: SettingSchema) -> JSON:
 
     A setting of text gets `text` itself, even if it looks like a number; booleans may be written as `yes` or `off`.
     """
-    if (
-        "boolean" in setting.json_types
-        and text.strip().lower() in _TRUE | _FALSE
-        and not setting.json_types & {"integer", "number"}
-    ):
-        return text.strip().lower() in _TRUE
+    types, word = setting.json_types, text.strip().lower()
+    is_number = bool(types & {"integer", "number"})
+    if "boolean" in types and not is_number and word in _TRUE | _FALSE:
+        return word in _TRUE
     if isinstance(value, str):
-        return _coerce_number(value, setting)
-    fits = isinstance(value, bool) and "boolean" in setting.json_types
-    fits |= (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and bool(setting.json_types & {"integer", "number"})
-    )
-    fits |= value is None and "null" in setting.json_types
-    fits |= isinstance(value, list | dict)
-    return text if not fits and "string" in setting.json_types else value
+        return _coerce_number(value, types) if is_number else value
+    if isinstance(value, bool):
+        fits = "boolean" in types
+    elif value is None:
+        fits = "null" in types
+    else:
+        fits = is_number or isinstance(value, list | dict)
+    return text if not fits and "string" in types else value
 
 
-def _coerce_number(text: str, setting: SettingSchema) -> JSON:
+def _coerce_number(text: str, types: Set[str]) -> JSON:
     """The number in `text`, including forms that JSON does not have, such as `.5` and `+3`; else `text`."""
-    if not setting.json_types & {"integer", "number"}:
-        return text
     try:
-        return int(text) if setting.json_types.isdisjoint({"number"}) else _finite_or_text(float(text), text)
+        number = float(text) if "number" in types else int(text)
     except ValueError:
         return text
-
-
-def _finite_or_text(number: float, text: str) -> JSON:
-    return number if math.isfinite(number) else text
+    return text if isinstance(number, float) and not math.isfinite(number) else number
 
 
 def _refuse_constant(text: str) -> Any:
@@ -99,11 +90,8 @@ def _allowed_text_of_node(node: Mapping[str, Any]) -> str:
     if node.get("type") in ("integer", "number"):
         return ("a whole number" if node["type"] == "integer" else "a number") + _bounds_text(node)
     if node.get("type") == "array":
-        return (
-            "a list of "
-            + _allowed_text_of_node(node["items"]).removeprefix("a ")
-            + ("s" if "enum" not in node["items"] else "")
-        )
+        plural = "" if "enum" in node["items"] else "s"
+        return f"a list of {_allowed_text_of_node(node['items']).removeprefix('a ')}{plural}"
     names = {"boolean": "true or false", "null": "null", "object": "a block"}
     return names.get(str(node.get("type")), "a path in quotes" if node.get("format") == "path" else "text in quotes")
 
@@ -111,12 +99,8 @@ def _allowed_text_of_node(node: Mapping[str, Any]) -> str:
 def _bounds_text(node: Mapping[str, Any]) -> str:
     if "minimum" in node and "maximum" in node:
         return f" from {_number_text(node['minimum'])} to {_number_text(node['maximum'])}"
-    words = {
-        "minimum": "of at least",
-        "exclusiveMinimum": "above",
-        "maximum": "of at most",
-        "exclusiveMaximum": "below",
-    }
+    words = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of at most"}
+    words["exclusiveMaximum"] = "below"
     return "".join(f" {words[name]} {_number_text(node[name])}" for name in words if name in node)
 
 

@@ -7,7 +7,7 @@ silently. The tables describe accelerate 1.15.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from supertuner.core.errors import ConfigProblem
@@ -20,17 +20,17 @@ ANY_VALUE = frozenset(("*",))
 
 
 @dataclass(frozen=True, slots=True)
-class LauncherVariableRule:
+class VariableRule:
     """How a variable is treated. Its values are compared in lower case."""
 
-    accepted_values: frozenset[str] = frozenset()
+    accepted_values: Collection[str] = ()
     """Values that need no setting: they ask for the default behaviour, or the launcher exports them by default.
     `ANY_VALUE` accepts all."""
     setting: str = ""
     """The setting that other values set."""
     setting_values: Mapping[str, str] = field(default_factory=dict)
     """Value of the variable → value of the setting. The key "*" matches any value; the value "*" copies it."""
-    refusal: str = ""
+    refusal: str = "it must be true or false"
     """Why every other value is refused, and the remedy."""
 
 
@@ -43,31 +43,29 @@ class LauncherSetting:
     text: str
 
 
-def _must_be_off(refusal: str) -> LauncherVariableRule:
+def _must_be_off(refusal: str) -> VariableRule:
     """A feature that SuperTuner does not have: only values that turn it off are accepted."""
-    return LauncherVariableRule(FALSE_WORDS, refusal=refusal)
+    return VariableRule(FALSE_WORDS, refusal=refusal)
 
 
-ACCELERATE_RULES: Mapping[str, LauncherVariableRule] = {
-    "ACCELERATE_MIXED_PRECISION": LauncherVariableRule(ANY_VALUE),  # see `environment.SETTING_BY_VARIABLE`
-    USE_FSDP: LauncherVariableRule(FALSE_WORDS, "parallel.strategy", dict.fromkeys(TRUE_WORDS, "fsdp")),
-    "ACCELERATE_USE_CPU": LauncherVariableRule(FALSE_WORDS, "train.device", dict.fromkeys(TRUE_WORDS, "cpu")),
-    "ACCELERATE_TORCH_DEVICE": LauncherVariableRule(setting="train.device", setting_values={"*": "*"}),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": LauncherVariableRule(
-        setting="train.gradient_accumulation_steps", setting_values={"*": "*"}
-    ),
-    "ACCELERATE_GRADIENT_CLIPPING": LauncherVariableRule(frozenset(("none",)), "train.max_grad_norm", {"*": "*"}),
-    DYNAMO_BACKEND: LauncherVariableRule(
+ACCELERATE_RULES: Mapping[str, VariableRule] = {
+    "ACCELERATE_MIXED_PRECISION": VariableRule(ANY_VALUE),  # see `environment.SETTING_BY_VARIABLE`
+    USE_FSDP: VariableRule(FALSE_WORDS, "parallel.strategy", dict.fromkeys(TRUE_WORDS, "fsdp")),
+    "ACCELERATE_USE_CPU": VariableRule(FALSE_WORDS, "train.device", dict.fromkeys(TRUE_WORDS, "cpu")),
+    "ACCELERATE_TORCH_DEVICE": VariableRule((), "train.device", {"*": "*"}),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": VariableRule((), "train.gradient_accumulation_steps", {"*": "*"}),
+    "ACCELERATE_GRADIENT_CLIPPING": VariableRule(("none",), "train.max_grad_norm", {"*": "*"}),
+    DYNAMO_BACKEND: VariableRule(
         FALSE_WORDS,
         "model.compile",
         {"inductor": "true"},
         "SuperTuner compiles with inductor only; set dynamo_backend: INDUCTOR, or NO",
     ),
-    "ACCELERATE_DYNAMO_MODE": LauncherVariableRule(frozenset(("default",)), refusal="set dynamo_mode: default"),
+    "ACCELERATE_DYNAMO_MODE": VariableRule(("default",), refusal="set dynamo_mode: default"),
     "ACCELERATE_DYNAMO_USE_FULLGRAPH": _must_be_off("blocks may have graph breaks; set dynamo_use_fullgraph: false"),
     "ACCELERATE_DYNAMO_USE_DYNAMIC": _must_be_off("torch chooses dynamic shapes; set dynamo_use_dynamic: false"),
     # model.compile always compiles block by block.
-    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": LauncherVariableRule(ANY_VALUE),
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": VariableRule(ANY_VALUE),
     "ACCELERATE_USE_DEEPSPEED": _must_be_off("SuperTuner does not use DeepSpeed; set distributed_type: FSDP"),
     "ACCELERATE_USE_MEGATRON_LM": _must_be_off("SuperTuner does not use Megatron-LM; set distributed_type: FSDP"),
     "ACCELERATE_USE_PARALLELISM_CONFIG": _must_be_off(
@@ -75,73 +73,59 @@ ACCELERATE_RULES: Mapping[str, LauncherVariableRule] = {
     ),
     "ACCELERATE_USE_SAGEMAKER": _must_be_off("SuperTuner does not support SageMaker; start with torchrun on each node"),
     "ACCELERATE_IN_TPU_POD": _must_be_off("SuperTuner does not support TPUs; unset it"),
-    "ACCELERATE_DOWNCAST_BF16": _must_be_off(
-        "it is for TPUs, which SuperTuner does not support; set downcast_bf16: no"
-    ),
-    "ACCELERATE_DEBUG_MODE": _must_be_off(
-        "it checks accelerate's collectives, which SuperTuner does not use; set debug: false"
-    ),
+    "ACCELERATE_DOWNCAST_BF16": _must_be_off("SuperTuner does not support TPUs; set downcast_bf16: no"),
+    "ACCELERATE_DEBUG_MODE": _must_be_off("SuperTuner does not use accelerate's collectives; set debug: false"),
     "ACCELERATE_CPU_AFFINITY": _must_be_off(
         "SuperTuner does not bind processes to CPUs; set enable_cpu_affinity: false, and use numactl if you need it"
     ),
-    "ACCELERATE_LOG_LEVEL": LauncherVariableRule(ANY_VALUE),
-    "ACCELERATE_ENABLE_RICH": LauncherVariableRule(ANY_VALUE),
-    "ACCELERATE_DISABLE_RICH": LauncherVariableRule(ANY_VALUE),
-    "ACCELERATE_BYPASS_DEVICE_MAP": LauncherVariableRule(ANY_VALUE),
-    "ACCELERATE_INIT_INCLUDE_BUFFERS": LauncherVariableRule(ANY_VALUE),
+    # These are for the accelerate library, which diffusers may use.
+    **{f"ACCELERATE_{name}": VariableRule(ANY_VALUE) for name in ("LOG_LEVEL", "ENABLE_RICH", "DISABLE_RICH")},
+    **{f"ACCELERATE_{name}": VariableRule(ANY_VALUE) for name in ("BYPASS_DEVICE_MAP", "INIT_INCLUDE_BUFFERS")},
 }
-"""The variables from ACCELERATE_LOG_LEVEL on are for the accelerate library, which diffusers may use."""
 
 DYNAMO_PREFIX = "ACCELERATE_DYNAMO_"
 """Variables with this prefix count only if ACCELERATE_DYNAMO_BACKEND selects a compiler."""
 
-FSDP_RULES: Mapping[str, LauncherVariableRule] = {
-    "FSDP_VERSION": LauncherVariableRule(frozenset(("2",)), refusal="SuperTuner uses FSDP2 only; set fsdp_version: 2"),
-    "FSDP_RESHARD_AFTER_FORWARD": LauncherVariableRule(
+FSDP_RULES: Mapping[str, VariableRule] = {
+    "FSDP_VERSION": VariableRule(("2",), refusal="SuperTuner uses FSDP2 only; set fsdp_version: 2"),
+    "FSDP_RESHARD_AFTER_FORWARD": VariableRule(
         setting="parallel.reshard_after_forward",
         setting_values={**TRUE_WORDS, **dict.fromkeys(FALSE_WORDS, "false")},
         refusal="with fsdp_version: 2 it must be true or false",
     ),
-    "FSDP_OFFLOAD_PARAMS": LauncherVariableRule(
-        FALSE_WORDS, "parallel.cpu_offload", TRUE_WORDS, "it must be true or false"
-    ),
-    "FSDP_ACTIVATION_CHECKPOINTING": LauncherVariableRule(
-        FALSE_WORDS, "train.gradient_checkpointing", TRUE_WORDS, "it must be true or false"
-    ),
+    "FSDP_OFFLOAD_PARAMS": VariableRule(FALSE_WORDS, "parallel.cpu_offload", TRUE_WORDS),
+    "FSDP_ACTIVATION_CHECKPOINTING": VariableRule(FALSE_WORDS, "train.gradient_checkpointing", TRUE_WORDS),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": _must_be_off(
         "plan.activations sends activations to host memory, not the launcher; set it to false"
     ),
-    "FSDP_SHARDING_STRATEGY": LauncherVariableRule(
-        frozenset(("full_shard", "1")),
+    "FSDP_SHARDING_STRATEGY": VariableRule(
+        ("full_shard", "1"),
         refusal="it belongs to fsdp_version 1; remove it, and set fsdp_reshard_after_forward: true or false",
     ),
-    "FSDP_AUTO_WRAP_POLICY": LauncherVariableRule(
-        frozenset(("transformer_based_wrap",)),
+    "FSDP_AUTO_WRAP_POLICY": VariableRule(
+        ("transformer_based_wrap",),
         refusal="SuperTuner shards each transformer block; set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
     ),
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": LauncherVariableRule(
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": VariableRule(
         refusal="the model family defines its blocks; remove fsdp_transformer_layer_cls_to_wrap"
     ),
-    "FSDP_MIN_NUM_PARAMS": LauncherVariableRule(
-        ANY_VALUE
-    ),  # only for SIZE_BASED_WRAP, which is refused; always exported
-    "FSDP_BACKWARD_PREFETCH": LauncherVariableRule(
-        frozenset(("backward_pre",)),
+    # Only for SIZE_BASED_WRAP, which is refused; always exported.
+    "FSDP_MIN_NUM_PARAMS": VariableRule(ANY_VALUE),
+    "FSDP_BACKWARD_PREFETCH": VariableRule(
+        ("backward_pre",),
         refusal="FSDP2 prefetches the next block before its backward pass; set BACKWARD_PRE, or remove it",
     ),
     "FSDP_FORWARD_PREFETCH": _must_be_off("FSDP2 prefetches by default; set fsdp_forward_prefetch: false"),
-    "FSDP_STATE_DICT_TYPE": LauncherVariableRule(
-        frozenset(("sharded_state_dict",)),
+    "FSDP_STATE_DICT_TYPE": VariableRule(
+        ("sharded_state_dict",),
         refusal="checkpoints are sharded, exports are not; set fsdp_state_dict_type: SHARDED_STATE_DICT",
     ),
-    "FSDP_USE_ORIG_PARAMS": LauncherVariableRule(
-        frozenset(TRUE_WORDS), refusal="FSDP2 always keeps the original parameters; remove it"
-    ),
+    "FSDP_USE_ORIG_PARAMS": VariableRule(TRUE_WORDS, refusal="FSDP2 always keeps the original parameters; remove it"),
     # These two choose how all ranks get equal weights. Here every process of a node maps the same files, and random
     # initial values are drawn from run.seed.
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": LauncherVariableRule(ANY_VALUE),
-    "FSDP_SYNC_MODULE_STATES": LauncherVariableRule(ANY_VALUE),
-    "FSDP_IGNORED_MODULES": LauncherVariableRule(refusal="every module is sharded; remove fsdp_ignored_modules"),
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": VariableRule(ANY_VALUE),
+    "FSDP_SYNC_MODULE_STATES": VariableRule(ANY_VALUE),
+    "FSDP_IGNORED_MODULES": VariableRule(refusal="every module is sharded; remove fsdp_ignored_modules"),
 }
 """These variables count only with ACCELERATE_USE_FSDP, as in accelerate."""
 
@@ -164,22 +148,17 @@ def uses_fsdp(environ: Mapping[str, str]) -> bool:
     return environ.get(USE_FSDP, "").lower() in TRUE_WORDS
 
 
-def _apply_rule(
-    variable: str, value: str, rule: LauncherVariableRule | None
-) -> Iterator[LauncherSetting | ConfigProblem]:
+def _apply_rule(variable: str, value: str, rule: VariableRule | None) -> Iterator[LauncherSetting | ConfigProblem]:
     source_name = f"environment: {variable}"
     if rule is None:
-        yield ConfigProblem(
-            source_name, f"SuperTuner cannot obey {value!r}; remove it from accelerate's configuration, or unset it"
-        )
+        remedy = "remove it from accelerate's configuration, or unset it"
+        yield ConfigProblem(source_name, f"SuperTuner cannot obey {value!r}; {remedy}")
         return
     word = value.strip().lower()
     if rule.accepted_values is ANY_VALUE or word in rule.accepted_values:
         return
     setting_value = rule.setting_values.get(word) or rule.setting_values.get("*")
     if setting_value is None:
-        yield ConfigProblem(
-            source_name, f"SuperTuner cannot obey {value!r}: {rule.refusal or 'it must be true or false'}"
-        )
+        yield ConfigProblem(source_name, f"SuperTuner cannot obey {value!r}: {rule.refusal}")
     else:
         yield LauncherSetting(variable, rule.setting, value.strip() if setting_value == "*" else setting_value)

@@ -41,30 +41,26 @@ class AllocConfEntry:
 
 def parse_entries(text: str) -> list[AllocConfEntry]:
     """The entries of a text, in order. A comma inside brackets does not separate entries."""
-    parsed, part, depth = [], "", 0
-    for letter in f"{text},":
+    parts, depth = [""], 0
+    for letter in text:
         depth += (letter == "[") - (letter == "]")
         if letter == "," and depth <= 0:
-            if part.strip():
-                key, colon, value = part.partition(":")
-                parsed.append(AllocConfEntry(key.strip(), value.strip() if colon else None, part))
-            part = ""
+            parts.append("")
         else:
-            part += letter
-    if part.strip(", "):  # an unclosed bracket
-        key, colon, value = part.removesuffix(",").partition(":")
-        parsed.append(AllocConfEntry(key.strip(), value.strip() if colon else None, part.removesuffix(",")))
-    return parsed
+            parts[-1] += letter
+    entries = []
+    for part in parts:
+        key, colon, value = part.partition(":")
+        if part.strip():
+            entries.append(AllocConfEntry(key.strip(), value.strip() if colon else None, part))
+    return entries
 
 
 def strip_uvm_keys(text: str) -> str:
     """The text without the forks' keys, for stock torch; unchanged if it has none."""
-    parts = parse_entries(text)
-    return (
-        text
-        if not any(entry.is_uvm_key for entry in parts)
-        else ",".join(entry.source_text for entry in parts if not entry.is_uvm_key)
-    )
+    entries = parse_entries(text)
+    kept = [entry.source_text for entry in entries if not entry.is_uvm_key]
+    return text if len(kept) == len(entries) else ",".join(kept)
 
 
 def memory_fraction(text: str) -> str | None:
@@ -83,10 +79,8 @@ def alloc_conf_problems(text: str) -> Sequence[str]:
         elif entry.is_uvm_key and not entry.value:
             problems.append(f"{entry.key}: has no value; write {entry.key}:value")
     fraction = memory_fraction(text)
-    uvm_enabled = any(
-        entry.key == "use_uvm" and (entry.value or "").lower() in ("true", "1") for entry in parse_entries(text)
-    )
-    if uvm_enabled and fraction is not None:
+    uvm_values = [(entry.value or "").lower() for entry in parse_entries(text) if entry.key == "use_uvm"]
+    if fraction is not None and {"true", "1"} & set(uvm_values):
         problems.append(
             f"{MEMORY_FRACTION_KEY}: {fraction} cannot be used with use_uvm, because it also counts spilled memory; "
             "keep one of the two"

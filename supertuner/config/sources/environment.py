@@ -48,11 +48,11 @@ def environment_layers(environ: Mapping[str, str], folder: Path) -> Iterator[Con
     by_variable = {variable_name(name): name for name in settings_with_variables()}
     for variable in alloc_conf.ALLOC_CONF_VARIABLES:
         yield from _alloc_conf_layers(variable, environ.get(variable, ""), folder)
-    for launcher_item in accelerate.launcher_settings(environ):
-        if isinstance(launcher_item, ConfigProblem):
-            yield ConfigLayer(problems=[launcher_item])
+    for item in accelerate.launcher_settings(environ):
+        if isinstance(item, ConfigProblem):
+            yield ConfigLayer(problems=[item])
         else:
-            yield _variable_layer(launcher_item.variable, launcher_item.setting, launcher_item.text, folder)
+            yield _variable_layer(item.variable, item.setting, item.text, folder)
     for variable, setting in SETTING_BY_VARIABLE.items():
         if environ.get(variable, ""):
             yield _variable_layer(variable, setting, environ[variable], folder)
@@ -62,11 +62,8 @@ def environment_layers(environ: Mapping[str, str], folder: Path) -> Iterator[Con
         if variable in by_variable:
             yield _variable_layer(variable, by_variable[variable], environ[variable], folder)
         else:
-            yield ConfigLayer(
-                problems=[
-                    ConfigProblem(f"environment: {variable}", _unknown_variable_message(variable, tuple(by_variable)))
-                ]
-            )
+            message = _unknown_variable_message(variable, tuple(by_variable))
+            yield ConfigLayer(problems=[ConfigProblem(f"environment: {variable}", message)])
 
 
 def strip_uvm_keys_for_torch() -> tuple[str, ...]:
@@ -83,11 +80,7 @@ def strip_uvm_keys_for_torch() -> tuple[str, ...]:
             continue
         for entry in reversed(alloc_conf.parse_entries(text)):
             setting = alloc_conf.SETTING_BY_KEY.get(entry.key)
-            if (
-                setting is not None
-                and entry.value
-                and not any(os.environ.get(name) for name in _variables_giving(setting))
-            ):
+            if setting and entry.value and not any(map(os.environ.get, _variables_giving(setting))):
                 os.environ[variable_name(setting)] = entry.value
         if rest:
             os.environ[variable] = rest
@@ -103,10 +96,8 @@ def _variables_giving(setting: str) -> tuple[str, ...]:
 
 
 def _alloc_conf_layers(variable: str, text: str, folder: Path) -> Iterator[ConfigLayer]:
-    yield from (
-        ConfigLayer(problems=[ConfigProblem(f"environment: {variable}", message)])
-        for message in alloc_conf.alloc_conf_problems(text)
-    )
+    for message in alloc_conf.alloc_conf_problems(text):
+        yield ConfigLayer(problems=[ConfigProblem(f"environment: {variable}", message)])
     for entry in alloc_conf.parse_entries(text):
         if entry.key in alloc_conf.SETTING_BY_KEY and entry.value:
             yield _variable_layer(f"{variable} {entry.key}", alloc_conf.SETTING_BY_KEY[entry.key], entry.value, folder)
@@ -121,9 +112,8 @@ def _variable_layer(variable: str, setting: str, text: str, folder: Path) -> Con
     except ConfigSyntaxError as error:
         return ConfigLayer(problems=[ConfigProblem(source.name, str(error))])
     layer = SourceTranslator(source).translate_value(key_path, text)
-    layer.values = {
-        path: replace(provenance, dialect="") for path, provenance in layer.values.items()
-    }  # variables belong to no dialect
+    # Variables belong to no dialect.
+    layer.values = {path: replace(provenance, dialect="") for path, provenance in layer.values.items()}
     return layer
 
 

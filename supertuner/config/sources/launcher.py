@@ -51,19 +51,15 @@ def read_launcher_environment(environ: Mapping[str, str]) -> LauncherEnvironment
     names = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)
     if missing := [name for name in names if not environ.get(name, "").strip()]:
         present = ", ".join(f"{name}={environ[name]}" for name in names if name not in missing)
-        raise _environment_error(
-            ", ".join(missing), f"not set (set: {present or 'none'}), so the rank is unknown; {LAUNCH_REMEDY}"
-        )
+        problem = f"not set (set: {present or 'none'}), so the rank is unknown"
+        raise _environment_error(", ".join(missing), f"{problem}; {LAUNCH_REMEDY}")
     rank, world_size, local_rank, local_world_size = (_read_number(environ, name) for name in names)
     if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size and local_rank <= rank):
-        variables_text = (
-            f"{RANK}={rank} {WORLD_SIZE}={world_size} {LOCAL_RANK}={local_rank} {LOCAL_WORLD_SIZE}={local_world_size}"
-        )
-        raise _environment_error("", f"{variables_text} are inconsistent; {LAUNCH_REMEDY}")
+        variables = " ".join(f"{name}={int(environ[name])}" for name in names)
+        raise _environment_error("", f"{variables} are inconsistent; {LAUNCH_REMEDY}")
     if world_size > 1 and (missing := [name for name in (MASTER_ADDR, MASTER_PORT) if not environ.get(name)]):
-        raise _environment_error(
-            ", ".join(missing), f"not set, so the {world_size} processes cannot find each other; {LAUNCH_REMEDY}"
-        )
+        problem = f"not set, so the {world_size} processes cannot find each other"
+        raise _environment_error(", ".join(missing), f"{problem}; {LAUNCH_REMEDY}")
     error_file = environ.get(ERROR_FILE)
     return LauncherEnvironment(rank, world_size, local_rank, local_world_size, Path(error_file) if error_file else None)
 
@@ -73,11 +69,10 @@ def require_single_process(environ: Mapping[str, str], command: str) -> None:
     files. Both LOCAL_RANK and WORLD_SIZE must be set, because a container may export one of them in every shell."""
     count = environ.get(WORLD_SIZE, "").strip()
     if environ.get(LOCAL_RANK, "").strip() and count.isdecimal() and int(count) > 1:
-        remedy = f"start `supertuner {command}` without torchrun or accelerate launch"
         reason = f"{count} processes of `supertuner {command}` were started, but it must run as one"
-        raise _environment_error(
-            WORLD_SIZE, f"{reason}; {remedy}; `supertuner train` stages and encodes too, with all its processes"
-        )
+        remedy = f"start `supertuner {command}` without torchrun or accelerate launch"
+        other = "`supertuner train` stages and encodes too, with all its processes"
+        raise _environment_error(WORLD_SIZE, f"{reason}; {remedy}; {other}")
 
 
 def _refuse_uncoordinated_processes(environ: Mapping[str, str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,35 +75,29 @@ def load_config(
     folder of that file; all others, to the working directory. `check_paths=False` accepts datasets and models that are
     not on this machine, and lists them in `path_problems`. Raises ConfigError with every problem.
     """
-    source_name, content = _read_source(source)
-    layers = list(_collect_layers(source, content, sets, overrides or {}, environ))
+    name, content = _read_source(source)
+    path = Path(MAPPING_NAME) if isinstance(source, Mapping) else source
+    environ = environment.current_environment() if environ is None else environ
+    layers = list(_collect_layers(path, content, sets, overrides or {}, environ))
     written_values = merge_layers(layers)
     resolved_values = resolve.resolve_paths(written_values)
     config, found_problems = _validate(resolved_values)
-    found_problems = [*(problem for layer in layers for problem in layer.problems), *found_problems]
+    found_problems = [problem for layer in layers for problem in layer.problems] + found_problems
     path_problems = tuple(dict.fromkeys(resolve.missing_paths(written_values, resolved_values)))
     if check_paths:
         found_problems, path_problems = [*found_problems, *path_problems], ()
     if found_problems or config is None:
-        raise ConfigError(source_name, list(dict.fromkeys(found_problems)))
+        raise ConfigError(name, list(dict.fromkeys(found_problems)))
     config, host_warnings, changes = resolve.resolve_for_host(config, host or HostFacts())
-    notes = [
-        *(warning for layer in layers for warning in layer.warnings),
-        *host_warnings,
-        *resolve.settings_warnings(config),
-    ]
-    origins = {
-        key_paths.format_path(key_path): provenance.origin_text()
-        for key_path, provenance in resolved_values.items()
-        if key_paths.setting_at(key_path)
-    }
+    layer_warnings = [warning for layer in layers for warning in layer.warnings]
+    notes = dict.fromkeys([*layer_warnings, *host_warnings, *resolve.settings_warnings(config)])
+    settings = [key_path for key_path in resolved_values if key_paths.setting_at(key_path)]
+    origins = {key_paths.format_path(key_path): resolved_values[key_path].origin_text() for key_path in settings}
     for key_path, change in changes.items():
         setting = key_paths.format_path(key_path)
         origins[setting] = f"{origins.get(setting, 'default')} ({change})"
-    attachments = {name: data for layer in layers for name, data in layer.attachments.items()}
-    return LoadedConfig(
-        config, content, source_name, origins, tuple(dict.fromkeys(notes)), resolved_values, attachments, path_problems
-    )
+    attachments = {file: data for layer in layers for file, data in layer.attachments.items()}
+    return LoadedConfig(config, content, name, origins, tuple(notes), resolved_values, attachments, path_problems)
 
 
 def _read_source(source: Path | Mapping[str, JSON] | None) -> tuple[str, bytes]:
@@ -121,19 +115,12 @@ def _read_source(source: Path | Mapping[str, JSON] | None) -> tuple[str, bytes]:
 
 
 def _collect_layers(
-    source: Path | Mapping[str, JSON] | None,
-    content: bytes,
-    sets: Sequence[str],
-    overrides: Mapping[str, JSON],
-    environ: Mapping[str, str] | None,
+    path: Path | None, content: bytes, sets: Sequence[str], overrides: Mapping[str, JSON], environ: Mapping[str, str]
 ) -> Iterator[ConfigLayer]:
     working_folder = Path.cwd()
-    yield from environment.environment_layers(
-        environment.current_environment() if environ is None else environ, working_folder
-    )
-    if source is not None:
-        path = source.absolute() if isinstance(source, Path) else working_folder / MAPPING_NAME
-        yield _file_layer(path, content)
+    yield from environment.environment_layers(environ, working_folder)
+    if path is not None:
+        yield _file_layer(path.absolute(), content)
     for text in sets:
         yield _set_layer(text, working_folder)
     for name, value in overrides.items():
@@ -205,9 +192,8 @@ def _validate(values: Mapping[KeyPath, Provenance]) -> tuple[RunConfig | None, l
             else:
                 return (None if problems_by_path else config), list(problems_by_path.values())
         problems_by_path = {**new_problems, **problems_by_path}
-        rejected_paths = _overlapping_paths(remaining, list(new_problems)) or _overlapping_paths(
-            remaining, [bad_path[:-1] for bad_path in new_problems if len(bad_path) > 1]
-        )
+        parents = [bad_path[:-1] for bad_path in new_problems if len(bad_path) > 1]
+        rejected_paths = _overlapping_paths(remaining, new_problems) or _overlapping_paths(remaining, parents)
         if not rejected_paths:
             break
         for key_path in rejected_paths:
@@ -215,15 +201,7 @@ def _validate(values: Mapping[KeyPath, Provenance]) -> tuple[RunConfig | None, l
     return None, list(problems_by_path.values())
 
 
-def _overlapping_paths(values: Mapping[KeyPath, Provenance], bad_paths: Sequence[KeyPath]) -> list[KeyPath]:
+def _overlapping_paths(values: Mapping[KeyPath, Provenance], bad_paths: Collection[KeyPath]) -> list[KeyPath]:
     """The paths of the values at, above or below `bad_paths`; none if the problem is that a setting is missing."""
-    return [
-        key_path
-        for key_path, provenance in values.items()
-        if provenance.value != {} and any(_paths_overlap(key_path, bad_path) for bad_path in bad_paths)
-    ]
-
-
-def _paths_overlap(a: KeyPath, b: KeyPath) -> bool:
-    """Whether one path equals or contains the other."""
-    return a[: len(b)] == b or b[: len(a)] == a
+    paths = [path for path, provenance in values.items() if provenance.value != {}]
+    return [path for path in paths if any(path[: len(bad)] == bad[: len(path)] for bad in bad_paths)]

@@ -41,17 +41,15 @@ def read_bytes(path: Path) -> bytes:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # reading a pipe could block forever
-                raise ConfigError(path.name, [ConfigProblem("", f"cannot read {path}: it is not a regular file")])
+                raise _error(path.name, f"cannot read {path}: it is not a regular file")
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise ConfigError(path.name, [ConfigProblem("", f"there is no file {path}")]) from None
+        raise _error(path.name, f"there is no file {path}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            path.name or str(path), [ConfigProblem("", f"cannot read {path}: {_reason(error)}")]
-        ) from None
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise _error(path.name or str(path), f"cannot read {path}: {reason}") from None
     if len(content) > MAX_BYTES:
-        message = f"larger than {bytes_text(MAX_BYTES)}; this is not a configuration"
-        raise ConfigError(path.name, [ConfigProblem("", message)])
+        raise _error(path.name, f"larger than {bytes_text(MAX_BYTES)}; this is not a configuration")
     return content
 
 
@@ -59,29 +57,19 @@ def parse_bytes(content: bytes, name: str) -> JSON:
     """Parse the content of a file called `name`, whose extension determines the format. Raises ConfigError."""
     parser = _PARSER_BY_SUFFIX.get(Path(name).suffix.lower())
     if parser is None:
-        raise ConfigError(
-            name,
-            [
-                ConfigProblem(
-                    "", f"the format follows from the extension, which must be one of {', '.join(_PARSER_BY_SUFFIX)}"
-                )
-            ],
-        )
+        suffixes = ", ".join(_PARSER_BY_SUFFIX)
+        raise _error(name, f"the format follows from the extension, which must be one of {suffixes}")
     try:
         value: JSON = parser(content.decode("utf-8-sig"))
         check_plain_values(value)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            name, [ConfigProblem("", f"{name}:{line}: not UTF-8 (byte 0x{content[error.start]:02x})")]
-        ) from None
+        raise _error(name, f"{name}:{line}: not UTF-8 (byte 0x{content[error.start]:02x})") from None
     except RecursionError:
-        raise ConfigError(name, [ConfigProblem("", f"nested deeper than {MAX_DEPTH} levels")]) from None
+        raise _error(name, f"nested deeper than {MAX_DEPTH} levels") from None
     except ConfigSyntaxError as error:
-        text = str(error)
-        raise ConfigError(
-            name, [ConfigProblem(error.path, f"{name}:{text}" if _LINE_AND_COLUMN.match(text) else text)]
-        ) from None
+        text = f"{name}:{error}" if _LINE_AND_COLUMN.match(str(error)) else str(error)
+        raise _error(name, text, error.path) from None
     return value
 
 
@@ -184,13 +172,14 @@ class Yaml12Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            message = ""
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-                raise yaml.constructor.ConstructorError(None, None, "a key must be text", key.start_mark)
-            if key.value == "<<":
+                message = "a key must be text"
+            elif key.value == "<<":
                 message = "merge keys (<<) are not supported; write the keys out"
-                raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
-            if key.value in seen:
+            elif key.value in seen:
                 message = f'the key "{key.value}" occurs twice in one block'
+            if message:
                 raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -215,10 +204,8 @@ def check_plain_values(value: Any, path: str = "", depth: int = 0, value_count: 
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             check_plain_values(inner, f"{path}[{index}]", depth + 1, value_count)
-    else:
-        refusal = _scalar_refusal(value)
-        if refusal:
-            raise ConfigSyntaxError(refusal, path)
+    elif refusal := _scalar_refusal(value):
+        raise ConfigSyntaxError(refusal, path)
 
 
 def _scalar_refusal(value: Any) -> str:
@@ -235,5 +222,5 @@ def _scalar_refusal(value: Any) -> str:
     return f"{str(value)[:60]} is a {type(value).__name__}; put it in quotes if it is meant as text"
 
 
-def _reason(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+def _error(source: str, message: str, path: str = "") -> ConfigError:
+    return ConfigError(source, [ConfigProblem(path, message)])

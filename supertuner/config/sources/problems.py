@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from pydantic import ValidationError
 
@@ -40,15 +40,12 @@ def closest_match(word: str, candidates: Sequence[str]) -> str | None:
     limit, closest = max(1, len(normalized) // 3), None
     for candidate in candidates:
         name = candidate.rsplit(".", 1)[-1].lower()
-        if (
-            edit_distance_lower_bound(normalized, name) <= limit
-            and (distance := edit_distance(normalized, name)) <= limit
-        ):
+        if letter_difference(normalized, name) <= limit and (distance := edit_distance(normalized, name)) <= limit:
             closest, limit = candidate, distance - 1  # a later candidate must be strictly closer
     return closest
 
 
-def edit_distance_lower_bound(a: str, b: str) -> int:
+def letter_difference(a: str, b: str) -> int:
     """A lower bound of `edit_distance` that is cheap to compute: the letters that only one of the words has."""
     if a == b:
         return 0
@@ -72,8 +69,8 @@ def _canonical_names(block: str, prefix: str) -> tuple[str, ...]:
 
 def _known_keys_in(block: str, prefix: str) -> list[str]:
     """The names in this block: ours, then those of the dialects."""
-    dialect_keys, dialect_path = _dialect_keys_for(block)
-    dialect_path = f"{dialect_path}.{prefix}".strip(".")
+    dialect_keys = dataset_keys("") if block.startswith("datasets[]") else run_keys()
+    dialect_path = f"{block.removeprefix('datasets[]')}.{prefix}".strip(".")
     path_prefix = f"{dialect_path}." if dialect_path else ""
     foreign_names = [w.removeprefix(path_prefix).split(".")[0] for w in dialect_keys if w.startswith(path_prefix)]
     if not path_prefix and not block:
@@ -84,18 +81,11 @@ def _known_keys_in(block: str, prefix: str) -> list[str]:
 def _known_keys_elsewhere(block: str) -> list[str]:
     """Our settings in other blocks, by their full names; inside a dataset, settings of datasets come first and without
     `datasets[].`."""
-    dataset_prefix = "datasets[]." if block.startswith("datasets[]") else ""
     names = [key for key in key_paths.settings() if key.rpartition(".")[0] != block]
-    dataset_names = [
-        key.removeprefix(dataset_prefix) for key in names if dataset_prefix and key.startswith(dataset_prefix)
-    ]
-    return dataset_names + [key for key in names if not (dataset_prefix and key.startswith(dataset_prefix))]
-
-
-def _dialect_keys_for(block: str) -> tuple[Iterable[str], str]:
-    if block.startswith("datasets[]"):
-        return dataset_keys(""), block.removeprefix("datasets[]").lstrip(".")
-    return run_keys(), block
+    if not block.startswith("datasets[]"):
+        return names
+    of_datasets = [key for key in names if key.startswith("datasets[].")]
+    return [key.removeprefix("datasets[].") for key in of_datasets] + [key for key in names if key not in of_datasets]
 
 
 def not_a_block_message(name: str, value: JSON) -> str:
@@ -108,34 +98,22 @@ def problems_from_pydantic(
 ) -> dict[KeyPath, ConfigProblem]:
     """The problems by key path. `hints` are appended to the message of their path. A contradiction that involves one
     of `wrong_paths`, values already known to be invalid, is left out."""
-    problems: dict[KeyPath, ConfigProblem] = {}
+    messages: dict[KeyPath, str] = {}
     for item in error.errors(include_url=False):
         if item["type"] == CONTRADICTION:
             for issue in item["ctx"]["remarks"]:
-                key_path = _join_path(item["loc"], issue.field)
-                if wrong_paths.isdisjoint(
-                    _join_path(item["loc"], name) for name in (issue.field, *issue.related_fields)
-                ):
-                    problems.setdefault(
-                        key_path,
-                        ConfigProblem(key_paths.format_path(key_path), issue.message + _hint_suffix(key_path, hints)),
-                    )
+                fields = (issue.field, *issue.related_fields)
+                paths = [(*item["loc"], *(key_paths.parse_path(field) or ())) for field in fields]
+                if wrong_paths.isdisjoint(paths):
+                    messages.setdefault(paths[0], issue.message)
         else:
             key_path = _without_union_branches(item["loc"])
-            text = _wrong_value_message(key_path, item["input"], item["msg"])
-            problems.setdefault(
-                key_path, ConfigProblem(key_paths.format_path(key_path), text + _hint_suffix(key_path, hints))
-            )
-    return problems
-
-
-def _join_path(loc: KeyPath, path: str) -> KeyPath:
-    return (*loc, *(key_paths.parse_path(path) or ()))
-
-
-def _hint_suffix(key_path: KeyPath, hints: Mapping[KeyPath, str]) -> str:
-    hint = hints.get(key_path, "")
-    return f" ({hint})" if hint else ""
+            messages.setdefault(key_path, _wrong_value_message(key_path, item["input"], item["msg"]))
+    return {
+        key_path: ConfigProblem(key_paths.format_path(key_path), f"{message} ({hint})" if hint else message)
+        for key_path, message in messages.items()
+        for hint in [hints.get(key_path)]
+    }
 
 
 def _without_union_branches(loc: KeyPath) -> KeyPath:
@@ -157,12 +135,7 @@ def _wrong_value_message(key_path: KeyPath, value: JSON, message: str) -> str:
             return f'{text}; did you mean "{suggestion}"?'
         if "string" not in setting.json_types and value.strip():
             return text + "; write it without quotes" if _is_unquoted_literal(value) else text
-    if (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and value == 0
-        and setting.pattern == "datasets[].repeats"
-    ):
+    if type(value) is int and value == 0 and setting.pattern == "datasets[].repeats":
         return text + " (SimpleTuner counts additional repeats: its 0 is 1 here)"
     return text
 

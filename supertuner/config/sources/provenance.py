@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -83,11 +84,9 @@ def build_tree(values: Mapping[KeyPath, Provenance]) -> tuple[dict[str, JSON], d
     tree: dict[str, JSON] = {}
     problems = {}
     for key_path in sorted(values, key=lambda w: (len(w), [(isinstance(s, str), s) for s in w])):
-        refusal = _insert_value(tree, key_path, values[key_path].value)
-        if refusal:
-            problems[key_path] = ConfigProblem(
-                format_path(key_path), f"{refusal} (from {values[key_path].source.name})"
-            )
+        if refusal := _insert_value(tree, key_path, values[key_path].value):
+            message = f"{refusal} (from {values[key_path].source.name})"
+            problems[key_path] = ConfigProblem(format_path(key_path), message)
     return tree, problems
 
 
@@ -113,21 +112,14 @@ def _insert_value(tree: dict[str, JSON], key_path: KeyPath, value: JSON) -> str:
     last = key_path[-1]
     if isinstance(last, str):
         assert isinstance(node, dict)
-        node[last] = _copy_containers(value)
+        node[last] = deepcopy(value)  # building the tree changes containers in place
         return ""
     assert isinstance(node, list)
     if last > len(node):
         return _no_position_message(len(node))
-    node[last:] = [_copy_containers(value), *node[last + 1 :]]
+    node[last:] = [deepcopy(value), *node[last + 1 :]]
     return ""
 
 
 def _no_position_message(length: int) -> str:
     return f"there is no such entry; the list has {length} entries, so the next one is [{length}]"
-
-
-def _copy_containers(value: JSON) -> JSON:
-    """Copy lists and dicts, because building the tree changes them in place."""
-    if isinstance(value, list):
-        return [_copy_containers(inner) for inner in value]
-    return dict(value) if isinstance(value, dict) else value

@@ -58,11 +58,8 @@ def _in_field_order(node: JSON, block: str) -> JSON:
         return [_in_field_order(inner, f"{block}[]") for inner in node]
     if not isinstance(node, dict) or block not in key_paths.blocks():
         return node
-    return {
-        name: _in_field_order(node[name], f"{block}.{name}".lstrip("."))
-        for name in key_paths.names_in_block(block)
-        if name in node
-    }
+    names = [name for name in key_paths.names_in_block(block) if name in node]
+    return {name: _in_field_order(node[name], f"{block}.{name}".lstrip(".")) for name in names}
 
 
 def _json(tree: Mapping[str, JSON]) -> str:

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
+from supertuner.config.dialects import conversions
 from supertuner.config.dialects import lycoris as lycoris_dialect
-from supertuner.config.dialects.conversions import (
-    ConversionNote,
-    ConversionOutcome,
-    InvalidValue,
-    SettingValue,
-    rename_to,
-    sibling_value,
-)
-from supertuner.config.dialects.key_tables import (
-    AI_TOOLKIT,
-    SIMPLETUNER,
-    DialectKey,
-    dataset_keys,
-    detect_dialect,
-    inherited_keys,
-    run_keys,
-)
+from supertuner.config.dialects.dialect_keys import AI_TOOLKIT, SIMPLETUNER, DialectKey
+from supertuner.config.dialects.key_tables import dataset_keys, detect_dialect, inherited_keys, run_keys
 from supertuner.config.settings import key_paths
-from supertuner.config.settings.key_paths import KeyPath
+from supertuner.config.settings.key_paths import KeyPath, format_path
 from supertuner.config.settings.values import coerce_text, format_value, parse_text
 from supertuner.config.sources.parse import parse_bytes, read_bytes
 from supertuner.config.sources.problems import not_a_block_message, unknown_key_message
@@ -34,6 +21,13 @@ from supertuner.core.events import WarningEvent
 from supertuner.core.types import JSON
 
 CACHE_DATASET_TYPES = ("text_embeds", "image_embeds", "conditioning_image_embeds")
+CONDITIONING_REFUSAL = (
+    '"conditioning" is not a dataset type; remove this entry, and in the dataset that it belongs to set '
+    "conditioning_dir (reference images) or mask_dir (masks), with files named like the samples"
+)
+
+
+Block: TypeAlias = Mapping[str, JSON]
 
 
 class SourceTranslator:
@@ -44,7 +38,7 @@ class SourceTranslator:
         self._source = self._main_source = source
         self._dataset_count = 0
 
-    def translate_file(self, tree: Mapping[str, JSON]) -> ConfigLayer:
+    def translate_file(self, tree: Block) -> ConfigLayer:
         """Translate a whole file."""
         rest, prefix, dialect = self._unwrap_ai_toolkit_job(tree)
         rest.pop("$schema", None)  # for editors
@@ -55,7 +49,7 @@ class SourceTranslator:
         for source_key, value in lycoris_files.items():
             self._translate_lycoris_file(value, prefix + source_key, rest)
         if dialect == AI_TOOLKIT and "model" in rest and not {"network", "adapter"} & rest.keys():
-            self._put_value(("adapter", "type"), "full", f"{prefix}network", AI_TOOLKIT, is_implied=True)
+            self._put_value(("adapter", "type"), "full", f"{prefix}network", AI_TOOLKIT, implied=True)
             self._add_warning(f"{prefix}network", 'is missing, so all weights are trained: adapter.type "full"')
         self._translate_dataset_lists(dataset_lists, prefix, dialect)
         self._apply_inherited_values(inherited_values, prefix)
@@ -67,86 +61,65 @@ class SourceTranslator:
             if len(key_path) > 2:
                 self._translate_dataset_value(key_path, value)
             else:
-                self._translate_dataset_entry(value, key_path[1], key_paths.format_path(key_path), "")
+                self._translate_dataset_entry(value, key_path[1], format_path(key_path), "")
         elif all(isinstance(step, str) for step in key_path):
             return self.translate_file(_nested_mapping(key_path, value))
         elif key_paths.pattern(key_path[:-1] if isinstance(key_path[-1], int) else key_path) in key_paths.settings():
-            self._put_value(key_path, value, key_paths.format_path(key_path), "")
+            self._put_value(key_path, value, format_path(key_path), "")
         else:
-            self._add_problem(key_paths.format_path(key_path), "not a setting")
+            self._add_problem(format_path(key_path), "not a setting")
         return self.layer
 
     def _translate_dataset_value(self, key_path: KeyPath, value: JSON) -> None:
         if isinstance(key_path[-1], int) and key_paths.settings().get(key_paths.pattern(key_path[:-1])) is not None:
-            self._put_value(key_path, value, key_paths.format_path(key_path), "")
+            self._put_value(key_path, value, format_path(key_path), "")
         elif any(isinstance(step, int) for step in key_path[2:]):
-            self._add_problem(key_paths.format_path(key_path), "not a setting")
+            self._add_problem(format_path(key_path), "not a setting")
         else:
-            self._translate_block(
-                _nested_mapping(key_path[2:], value),
-                key_path[:2],
-                dataset_keys(""),
-                "",
-                key_paths.format_path(key_path[:2]) + ".",
-            )
+            block, dataset_path = _nested_mapping(key_path[2:], value), key_path[:2]
+            self._translate_block(block, dataset_path, dataset_keys(""), "", f"{format_path(dataset_path)}.")
 
-    def _unwrap_ai_toolkit_job(self, tree: Mapping[str, JSON]) -> tuple[dict[str, JSON], str, str]:
+    def _unwrap_ai_toolkit_job(self, tree: Block) -> tuple[dict[str, JSON], str, str]:
         """If the file is a job of ai-toolkit, its `config.process[0]`. Returns (settings, prefix of their keys,
         dialect)."""
         if "config" not in tree:
             return dict(tree), "", ""
         job = tree["config"]
         rest = {name: value for name, value in tree.items() if name != "config"}
-        process = job.get("process") if isinstance(job, Mapping) else None
-        if (
-            isinstance(job, Mapping)
-            and isinstance(process, list)
-            and len(process) == 1
-            and isinstance(process[0], Mapping)
-        ):
+        job_settings = dict(job) if isinstance(job, Mapping) else {}
+        process = job_settings.pop("process", None)
+        if isinstance(process, list) and len(process) == 1 and isinstance(process[0], Mapping):
             self._translate_block(rest, (), run_keys(), "", "")
-            self._translate_block(
-                {name: value for name, value in job.items() if name != "process"}, (), run_keys(), "", "config."
-            )
+            self._translate_block(job_settings, (), run_keys(), "", "config.")
             return dict(process[0]), "config.process[0].", AI_TOOLKIT
-        self._add_problem(
-            "config", f"{format_value(job)} is not a job of ai-toolkit: a block with a list `process` of one block"
-        )
+        shape = "a block with a list `process` of one block"
+        self._add_problem("config", f"{format_value(job)} is not a job of ai-toolkit: {shape}")
         return rest, "", ""
 
     def _translate_block(
-        self,
-        tree: Mapping[str, JSON],
-        block_path: KeyPath,
-        dialect_keys: Mapping[str, DialectKey],
-        dialect_path: str,
-        prefix: str,
+        self, tree: Block, block_path: KeyPath, dialect_keys: Mapping[str, DialectKey], dialect_path: str, prefix: str
     ) -> None:
         """Translate a block: `block_path` is its path in our tree, `dialect_path` its path in `dialect_keys`, and
         `prefix` is prepended to its keys in messages."""
         for source_key, value in tree.items():
             name = source_key.removeprefix("--") if not block_path and not dialect_path else source_key
+            full_key = prefix + source_key
             path = f"{dialect_path}.{name}".lstrip(".")
             key_path = (*block_path, name)
             pattern = key_paths.pattern(key_path)
             is_block = pattern in key_paths.blocks() or any(known.startswith(f"{path}.") for known in dialect_keys)
             if path in dialect_keys and not (is_block and isinstance(value, Mapping)):
-                self._translate_dialect_key(
-                    dialect_keys[path], value, tree, _dataset_path(block_path), prefix + source_key
-                )
+                self._translate_dialect_key(dialect_keys[path], value, tree, _dataset_path(block_path), full_key)
             elif pattern in key_paths.settings():
-                self._put_value(key_path, value, prefix + source_key, "" if name == source_key else SIMPLETUNER)
+                self._put_value(key_path, value, full_key, "" if name == source_key else SIMPLETUNER)
             elif is_block and isinstance(value, Mapping):
-                self._translate_block(value, key_path, dialect_keys, path, f"{prefix}{source_key}.")
+                self._translate_block(value, key_path, dialect_keys, path, f"{full_key}.")
             elif f"{pattern}[]" in key_paths.blocks():
-                self._translate_block_list(value, key_path, prefix + source_key)
+                self._translate_block_list(value, key_path, full_key)
+            elif is_block:
+                self._add_problem(full_key, not_a_block_message(pattern, value))
             else:
-                message = (
-                    not_a_block_message(pattern, value)
-                    if is_block
-                    else _unknown_key_message(name, block_path, dialect_path)
-                )
-                self._add_problem(prefix + source_key, message)
+                self._add_problem(full_key, _unknown_key_message(name, block_path, dialect_path))
 
     def _translate_block_list(self, value: JSON, key_path: KeyPath, source_key: str) -> None:
         """Translate a list of our blocks. (Datasets may have keys of dialects; `_translate_dataset_lists` handles
@@ -164,65 +137,47 @@ class SourceTranslator:
                 self._add_problem(name, not_a_block_message(key_paths.pattern(block_path), entry))
 
     def _translate_dialect_key(
-        self,
-        dialect_key: DialectKey,
-        value: JSON,
-        block: Mapping[str, JSON],
-        dataset_path: KeyPath,
-        source_key: str,
-        is_implied: bool = False,
+        self, key: DialectKey, value: JSON, block: Block, dataset_path: KeyPath, source_key: str, implied: bool = False
     ) -> None:
         """Apply the conversion of a dialect's key. `dataset_path` is the dataset that contains it, or ()."""
-        if dialect_key.convert is None:
-            self._add_warning(source_key, dialect_key.ignored_reason)
+        if key.convert is None:
+            self._add_warning(source_key, key.ignored_reason)
             return
         # SimpleTuner's files hold command-line arguments, so that any value may be quoted text
-        is_command_line = dialect_key.dialect == SIMPLETUNER and not dataset_path
+        is_command_line = key.dialect == SIMPLETUNER and not dataset_path
         text = value if isinstance(value, str) and (self._source.is_text or is_command_line) else None
         parsed = parse_text(text) if text is not None else value
-        for outcome in dialect_key.convert(parsed, block):
-            self._apply_outcome(outcome, dialect_key, dataset_path, source_key, (parsed, text), is_implied)
+        for outcome in key.convert(parsed, block):
+            self._apply_outcome(outcome, key.dialect, dataset_path, source_key, (parsed, text), implied)
 
     def _apply_outcome(
         self,
-        outcome: ConversionOutcome,
-        dialect_key: DialectKey,
+        outcome: conversions.ConversionOutcome,
+        dialect: str,
         dataset_path: KeyPath,
         source_key: str,
         parsed_and_text: tuple[JSON, str | None],
-        is_implied: bool,
+        implied: bool,
     ) -> None:
         match outcome:
-            case ConversionNote(message):
+            case conversions.ConversionNote(message):
                 self._add_warning(source_key, message)
-            case InvalidValue(message):
+            case conversions.InvalidValue(message):
                 self._add_problem(source_key, message)
-            case SettingValue(to, value, is_weak):
+            case conversions.SettingValue(to, value, is_weak):
                 inner = key_paths.parse_path(to.removeprefix("^"))
                 assert inner is not None, to
                 key_path = inner if to.startswith("^") else (*dataset_path, *inner)
-                is_unchanged = key_paths.format_path(key_path) == source_key and value == parsed_and_text[0]
                 text = parsed_and_text[1] if value == parsed_and_text[0] else None
-                self._put_value(
-                    key_path,
-                    value,
-                    source_key,
-                    "" if is_unchanged else dialect_key.dialect,
-                    is_implied or is_weak,
-                    text,
-                )
+                is_unchanged = format_path(key_path) == source_key and value == parsed_and_text[0]
+                dialect = "" if is_unchanged else dialect
+                self._put_value(key_path, value, source_key, dialect, implied or is_weak, text)
 
     def _put_value(
-        self,
-        key_path: KeyPath,
-        value: JSON,
-        source_key: str,
-        dialect: str,
-        is_implied: bool = False,
-        text: str | None = None,
+        self, path: KeyPath, value: JSON, source_key: str, dialect: str, implied: bool = False, text: str | None = None
     ) -> None:
-        setting = key_paths.setting_at(key_path)
-        assert setting is not None, key_path
+        setting = key_paths.setting_at(path)
+        assert setting is not None, path
         if text is None and self._source.is_text and isinstance(value, str):
             text, value = value, parse_text(value)
         if text is not None:
@@ -230,26 +185,22 @@ class SourceTranslator:
         if setting.is_path and value == "":
             self._add_problem(source_key, "is empty; set a path, or remove it")
             return
-        provenance = Provenance(value, self._source, source_key, dialect, is_implied)
-        existing = self.layer.values.get(key_path)
-        if existing is None or (existing.is_implied and not is_implied):
-            self.layer.values[key_path] = provenance
+        provenance = Provenance(value, self._source, source_key, dialect, implied)
+        existing = self.layer.values.get(path)
+        if existing is None or (existing.is_implied and not implied):
+            self.layer.values[path] = provenance
         elif existing.value != value and existing.is_implied:
-            self._add_warning(
-                source_key,
-                f"has no effect: {existing.source_key} overrides it, both set {key_paths.format_path(key_path)}",
-            )
-        elif existing.value != value and not is_implied:
-            message = (
-                f"is {format_value(value)}, but {existing.source_key} is {format_value(existing.value)}; both set "
-            )
-            self._add_problem(source_key, f"{message}{key_paths.format_path(key_path)}: remove one")
+            both = f"both set {format_path(path)}"
+            self._add_warning(source_key, f"has no effect: {existing.source_key} overrides it, {both}")
+        elif existing.value != value and not implied:
+            other = f"{existing.source_key} is {format_value(existing.value)}"
+            both = f"both set {format_path(path)}: remove one"
+            self._add_problem(source_key, f"is {format_value(value)}, but {other}; {both}")
 
     def _translate_dataset_lists(self, lists: Mapping[str, JSON], prefix: str, dialect: str) -> None:
         if len(lists) > 1:
-            self._add_problem(
-                prefix + list(lists)[1], f"sets the datasets, and so does {prefix}{next(iter(lists))}: remove one"
-            )
+            first, second, *_ = lists
+            self._add_problem(prefix + second, f"sets the datasets, and so does {prefix}{first}: remove one")
             return
         for source_key, value in lists.items():
             name = source_key.removeprefix("--")
@@ -259,9 +210,8 @@ class SourceTranslator:
             elif name == "data_backend_config":
                 self._translate_dataset_file(value, prefix + source_key)
             else:
-                self._translate_dataset_entry(
-                    value, 0, prefix + source_key, AI_TOOLKIT if name == "dataset" else SIMPLETUNER
-                )
+                dialect = AI_TOOLKIT if name == "dataset" else SIMPLETUNER
+                self._translate_dataset_entry(value, 0, prefix + source_key, dialect)
 
     def _translate_dataset_entries(self, value: JSON, source_key: str, dialect: str) -> None:
         if self._source.is_text and isinstance(value, str):
@@ -276,26 +226,26 @@ class SourceTranslator:
         """Translate SimpleTuner's `data_backend_config`, a separate file of datasets."""
         source_and_tree = self._read_attached_file(value, source_key)
         if source_and_tree is not None:
-            outer_source, self._source = self._source, source_and_tree[0]
-            self._translate_dataset_entries(source_and_tree[1], "", SIMPLETUNER)
+            outer_source = self._source
+            self._source, tree = source_and_tree
+            self._translate_dataset_entries(tree, "", SIMPLETUNER)
             self._source = outer_source
 
-    def _translate_lycoris_file(self, value: JSON, source_key: str, block: Mapping[str, JSON]) -> None:
+    def _translate_lycoris_file(self, value: JSON, source_key: str, block: Block) -> None:
         """Translate SimpleTuner's `lycoris_config`, a separate file."""
-        if sibling_value(block, "lora_type") != "lycoris":
+        if conversions.sibling_value(block, "lora_type") != "lycoris":
             self._add_warning(source_key, 'has an effect only with lora_type: "lycoris"')
             return
         source_and_tree = self._read_attached_file(value, source_key)
         if source_and_tree is None:
             return
-        outer_source, self._source = self._source, source_and_tree[0]
-        if isinstance(source_and_tree[1], Mapping):
-            for name, outcome in lycoris_dialect.convert_lycoris_config(source_and_tree[1]):
-                self._apply_outcome(
-                    outcome, DialectKey(SIMPLETUNER, name), (), name, (source_and_tree[1].get(name), None), False
-                )
+        outer_source = self._source
+        self._source, tree = source_and_tree
+        if isinstance(tree, Mapping):
+            for name, outcome in lycoris_dialect.convert_lycoris_config(tree):
+                self._apply_outcome(outcome, SIMPLETUNER, (), name, (tree.get(name), None), False)
         else:
-            self._add_problem("", f"{format_value(source_and_tree[1])} is not a block of settings")
+            self._add_problem("", f"{format_value(tree)} is not a block of settings")
         self._source = outer_source
 
     def _read_attached_file(self, value: JSON, source_key: str) -> tuple[ConfigSource, JSON] | None:
@@ -319,27 +269,21 @@ class SourceTranslator:
             self._add_problem(source_key, not_a_block_message("datasets[]", entry))
             return
         dialect = dialect or detect_dialect(entry)
-        dialect_keys = dataset_keys(dialect)
         key_path: KeyPath = ("datasets", index)
         if entry.get("disabled") is True or entry.get("disable") is True:
             self._add_warning(source_key, "is disabled and not used")
         elif entry.get("dataset_type") in CACHE_DATASET_TYPES:
             self._add_warning(source_key, "describes a cache, not samples; only its cache_dir is used")
-            self._translate_cache_entry(entry, dialect_keys, source_key)
+            self._translate_cache_entry(entry, dialect, source_key)
         elif entry.get("dataset_type") == "conditioning":
-            self._add_problem(
-                f"{source_key}.dataset_type",
-                '"conditioning" is not a dataset type; remove this entry, and in the dataset that it belongs to set '
-                "conditioning_dir (reference images) or mask_dir (masks), with files named like the samples",
-            )
+            self._add_problem(f"{source_key}.dataset_type", CONDITIONING_REFUSAL)
         else:
             self._dataset_count = max(self._dataset_count, index + 1)
             self.layer.values[key_path] = Provenance({}, self._source, source_key)
-            self._translate_block(entry, key_path, dialect_keys, "", f"{source_key}.")
+            self._translate_block(entry, key_path, dataset_keys(dialect), "", f"{source_key}.")
 
-    def _translate_cache_entry(
-        self, entry: Mapping[str, JSON], dialect_keys: Mapping[str, DialectKey], source_key: str
-    ) -> None:
+    def _translate_cache_entry(self, entry: Block, dialect: str, source_key: str) -> None:
+        dialect_keys = dataset_keys(dialect)
         for name, value in entry.items():
             if name == "cache_dir":
                 self._translate_dialect_key(dialect_keys[name], value, entry, ("datasets", 0), f"{source_key}.{name}")
@@ -353,20 +297,14 @@ class SourceTranslator:
             dialect, dataset_key = inherited_keys()[source_key.removeprefix("--")]
             if not self._dataset_count:
                 remedy = "" if self._source.is_file else f"; set datasets[0].{dataset_key}"
-                self._add_warning(
-                    prefix + source_key, f"has no effect: there is no dataset in this source to apply it to{remedy}"
-                )
+                reason = "there is no dataset in this source to apply it to"
+                self._add_warning(prefix + source_key, f"has no effect: {reason}{remedy}")
+            value = parse_text(value) if isinstance(value, str) else value
+            key = dataset_keys(dialect).get(dataset_key)
+            key = key or DialectKey(dialect, source_key, conversions.rename_to(dataset_key))
             for index in range(self._dataset_count):
-                dialect_keys = dataset_keys(dialect)
-                dialect_key = dialect_keys.get(dataset_key) or DialectKey(dialect, source_key, rename_to(dataset_key))
-                self._translate_dialect_key(
-                    dialect_key,
-                    _parse_argument(value),
-                    block,
-                    ("datasets", index),
-                    prefix + source_key,
-                    is_implied=True,
-                )
+                dataset_path = ("datasets", index)
+                self._translate_dialect_key(key, value, block, dataset_path, prefix + source_key, implied=True)
 
     def _add_problem(self, source_key: str, message: str) -> None:
         self.layer.problems.append(ConfigProblem(self._qualified_key(source_key), message))
@@ -394,10 +332,6 @@ def _unknown_key_message(name: str, block_path: KeyPath, dialect_path: str) -> s
     if key_paths.pattern(block_path) in key_paths.blocks():
         return unknown_key_message(name, key_paths.pattern(block_path))
     return unknown_key_message(name, key_paths.pattern(_dataset_path(block_path)), dialect_path)
-
-
-def _parse_argument(value: JSON) -> JSON:
-    return parse_text(value) if isinstance(value, str) else value
 
 
 def _nested_mapping(key_path: KeyPath, value: JSON) -> dict[str, JSON]:

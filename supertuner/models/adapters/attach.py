@@ -33,19 +33,10 @@ from supertuner.models.adapters.layers import (
 from supertuner.models.spec import Tensors
 
 __all__ = [
-    "RowShard",
-    "ShardedParameters",
-    "TrainableExpert",
-    "attach",
-    "export_tensors",
-    "load_trainable_state",
-    "resolve_targets",
-    "save_full_weights",
-    "select_layers",
-    "settings_for_expert",
-    "temporary_weights",
+    "RowShard", "ShardedParameters", "TrainableExpert", "attach", "export_tensors", "load_trainable_state",
+    "resolve_targets", "save_full_weights", "select_layers", "settings_for_expert", "temporary_weights",
     "trainable_state",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +94,8 @@ def attach(
         return _train_all_weights(module, name)
     layers = select_layers(module, settings, targets, name)
     if settings.type == "lora":
-        return TrainableExpert(
-            name, "lora", module, lora.inject(module, settings, layers, seed=seed, name=name), layers
-        )
+        trainable = lora.inject(module, settings, layers, seed=seed, name=name)
+        return TrainableExpert(name, "lora", module, trainable, layers)
     if settings.type == "diff":
         _require_unquantized(module, layers, name, settings.type)
     trainable = lycoris.inject(module, settings, layers, seed=seed, name=name)
@@ -261,12 +251,10 @@ def _check_tensors_fit(expert: TrainableExpert, tensors: Mapping[str, torch.Tens
     unexpected = [name for name in tensors if name not in expected]
     problems = [f"{len(missing)} are missing ({summarize_names(missing, 3)})"] if missing else []
     problems += [f"{len(unexpected)} are unexpected ({summarize_names(unexpected, 3)})"] if unexpected else []
-    for name, parameter in expected.items():
-        tensor = tensors.get(name)
-        if tensor is not None and (tensor.shape != parameter.shape or tensor.dtype != parameter.dtype):
-            problems.append(
-                f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not {tuple(parameter.shape)} {parameter.dtype}"
-            )
+    for name in [name for name in expected if name in tensors]:
+        actual, wanted = ((tuple(one[name].shape), one[name].dtype) for one in (tensors, expected))
+        if actual != wanted:
+            problems.append(f"{name} is {actual[0]} {actual[1]}, not {wanted[0]} {wanted[1]}")
     if problems:
         raise ModelError(
             f"the tensors do not match the trained parameters of {expert.name}: {'; '.join(problems[:4])}; they come "

@@ -78,8 +78,7 @@ def _initial_values(
     expert: TrainableExpert, layers: Mapping[str, Tensors], path: Path, current: Mapping[str, torch.Tensor]
 ) -> Tensors:
     """The initial values of all trained parameters: from the file, or else their current values."""
-    unknown = [layer for layer in layers if layer not in expert.layers]
-    if unknown:
+    if unknown := [layer for layer in layers if layer not in expert.layers]:
         raise ModelError(
             f"{path} has {len(unknown)} layers that are not trained ({summarize_names(unknown, 3)}); extend "
             "adapter.targets to include them, or use the file as adapter.frozen"
@@ -91,8 +90,7 @@ def _initial_values(
         if layer in layers:
             values[name] = _initial_value(expert, layer, tensor_name, layers[layer], values[name], path)
             unused[layer].discard(tensor_name)
-    leftovers = [f"{layer}: {', '.join(sorted(names))}" for layer, names in unused.items() if names]
-    if leftovers:
+    if leftovers := [f"{layer}: {', '.join(sorted(names))}" for layer, names in unused.items() if names]:
         raise ModelError(
             f"{path} does not fit the adapter, which has no parameters for {summarize_names(leftovers, 3)}; set "
             "adapter.type, dora and modules as in its training, or use the file as adapter.frozen"
@@ -103,19 +101,16 @@ def _initial_values(
 def merge_frozen(module: nn.Module, layers: Mapping[str, Tensors], path: Path) -> str:
     """Merge the file's adapter into the module's weights, in fp32 and rounded once; return a line for the log."""
     modules = dict(module.named_modules())
-    unknown = [layer for layer in layers if getattr(modules.get(layer), "weight", None) is None]
-    if unknown:
+    if unknown := [layer for layer in layers if getattr(modules.get(layer), "weight", None) is None]:
         raise ModelError(
             f"{path} has {len(unknown)} layers that the model does not have ({summarize_names(unknown, 3)}); it "
             "belongs to another model"
         )
-    without_bias = [
-        key for key, tensors in layers.items() if changes_bias(tensors) and getattr(modules[key], "bias", None) is None
-    ]
-    if without_bias:
+    biased = [key for key, tensors in layers.items() if changes_bias(tensors)]
+    if missing := [key for key in biased if getattr(modules[key], "bias", None) is None]:
         raise ModelError(
-            f"{path} changes the bias of {len(without_bias)} layers that have none "
-            f"({summarize_names(without_bias, 3)}); it belongs to another model"
+            f"{path} changes the bias of {len(missing)} layers that have none ({summarize_names(missing, 3)}); it "
+            "belongs to another model"
         )
     with torch.no_grad():
         for key, tensors in layers.items():
@@ -133,16 +128,13 @@ def merge_frozen(module: nn.Module, layers: Mapping[str, Tensors], path: Path) -
 
 def _lycoris_name(name: str, expert: TrainableExpert) -> tuple[str, str]:
     """The layer of a trained parameter, and its tensor name in LyCORIS."""
-    layer = next(key for key in _dotted_prefixes(name) if key in expert.layers)
+    parts = name.split(".")
+    prefixes = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+    layer = next(key for key in prefixes if key in expert.layers)
     tensor_name = name.removeprefix(f"{layer}.")
     if expert.adapter_type == "diff":
         return layer, {"weight": "diff", "bias": "diff_b"}[tensor_name]
     return layer, PEFT_TO_LYCORIS.get(tensor_name, tensor_name)
-
-
-def _dotted_prefixes(name: str) -> Sequence[str]:
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
 
 def _initial_value(
@@ -151,11 +143,8 @@ def _initial_value(
     stored = tensors.get(tensor_name)
     if stored is None and tensor_name == "diff_b":
         return current
-    if (
-        stored is None
-        or stored.numel() != current.numel()
-        or (stored.dim() == current.dim() and stored.shape != current.shape)
-    ):
+    fits = stored is not None and stored.numel() == current.numel()
+    if stored is None or not fits or (stored.dim() == current.dim() and stored.shape != current.shape):
         stored_shapes = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()]
         raise ModelError(
             f"{path} does not fit the adapter: {layer} needs {tensor_name} {list(current.shape)}, but the file has "
@@ -164,11 +153,10 @@ def _initial_value(
     if expert.adapter_type == "diff":
         return current + stored.reshape(current.shape)
     if tensor_name in lycoris.SCALED_TENSORS:
-        adapter_scale = expert.layers[layer].scale
+        adapter: Any = expert.layers[layer]
         if expert.adapter_type != "lora":
-            adapter: Any = expert.module.get_submodule(f"{layer}.{lycoris.SUBMODULE_NAME}")
-            adapter_scale = adapter.scale
-        scale = _file_scale(tensors) / adapter_scale
+            adapter = expert.module.get_submodule(f"{layer}.{lycoris.SUBMODULE_NAME}")
+        scale = _file_scale(tensors) / adapter.scale
         stored = stored if scale == 1.0 else stored * scale
     return stored.reshape(current.shape)
 

@@ -23,7 +23,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, Literal, NamedTuple
+from itertools import product
+from typing import Final, NamedTuple
 
 from supertuner.core.errors import ModelError
 from supertuner.models.adapters.family_layers import FAMILY_LAYERS, family_layers
@@ -91,9 +92,8 @@ class AdapterKeyReading:
     def family(self) -> str:
         """The only family. Raises ModelError if there are several."""
         if len(self.families) != 1:
-            raise ModelError(
-                f"the layers of this adapter exist in {' and '.join(self.families)}; choose the family with --family"
-            )
+            families = " and ".join(self.families)
+            raise ModelError(f"the layers of this adapter exist in {families}; choose the family with --family")
         return self.families[0]
 
     def summary(self) -> str:
@@ -109,8 +109,8 @@ def read_keys(keys: Iterable[str], family: str | None = None) -> AdapterKeyReadi
 
     `family` restricts the reading to one family; by default the keys decide.
     """
-    allowed_families = _allowed_families(family)
-    meanings = {key: [meaning for meaning in _meanings(key) if meaning.family in allowed_families] for key in keys}
+    allowed = list(FAMILY_LAYERS) if family is None else [family_layers(family).family]
+    meanings = {key: [m for m in possible_meanings(key) if m.family in allowed] for key in keys}
     # Each key votes for every scheme that explains it. The scheme with the most votes is that of the file; of equal
     # ones, the first in the tables (`_preference`).
     votes = Counter((m.style, m.naming, m.family) for candidates in meanings.values() for m in candidates)
@@ -134,9 +134,7 @@ def format_key(name: AdapterTensorName, scheme: KeyScheme, family: str) -> str:
             else f"{scheme.name} keys name an expert, but that of {name} is unknown; choose the expert"
         )
     row, numbers = _find_row(layout, name.module)
-    layer_name = (
-        layout.original_names[row] if scheme.naming == "original" else (row if len(fused_members(row)) == 1 else None)
-    )
+    layer_name = _layer_name(layout, row, scheme.naming)
     if layer_name is None:
         raise ModelError(
             f"{name.module} is not a separate layer in {scheme.name} keys of {family}; convert to a scheme with "
@@ -151,23 +149,16 @@ def fused_layer(module: str, family: str) -> str | None:
     """The canonical name of the fused layer that contains `module` in the original code; None if there is none."""
     layout = family_layers(family)
     row, numbers = _find_row(layout, module)
-    fused_row = next(
-        (fused for fused in layout.original_names if len(fused_members(fused)) > 1 and row in fused_members(fused)),
-        None,
-    )
+    fused_rows = (fused for fused in layout.original_names if fused.endswith(")") and row in fused_members(fused))
+    fused_row = next(fused_rows, None)
     return None if fused_row is None else fill_numbers(fused_row, numbers)
-
-
-def possible_meanings(keys: Iterable[str], family: str | None = None) -> list[tuple[str, AdapterTensorName]]:
-    """Every meaning that each key can have by itself, without the other keys of its file."""
-    allowed_families = _allowed_families(family)
-    return [(key, meaning.name) for key in keys for meaning in _meanings(key) if meaning.family in allowed_families]
 
 
 # ── parsing one key ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _meanings(key: str) -> Iterator[_KeyMeaning]:
+def possible_meanings(key: str) -> Iterator[_KeyMeaning]:
+    """Every meaning that a key can have by itself, without the other keys of its file."""
     split_key = split_tensor_name(key)
     if split_key is None:
         return
@@ -200,10 +191,10 @@ def _find_layers(body: str, separator: str, naming: LayerNaming) -> Iterator[tup
     if candidates is None or NUMBER_PLACEHOLDER in body:
         return
     numbers = _NUMBER_PATTERN.findall(body)
-    for family, row, fixed_numbers in candidates:
-        if all(fixed is None or fixed == number for fixed, number in zip(fixed_numbers, numbers, strict=True)):
-            free_numbers = tuple(number for fixed, number in zip(fixed_numbers, numbers, strict=True) if fixed is None)
-            yield FAMILY_LAYERS[family], row, free_numbers
+    for family, row, row_numbers in candidates:
+        pairs = list(zip(row_numbers, numbers, strict=True))
+        if all(expected in (NUMBER_PLACEHOLDER, number) for expected, number in pairs):
+            yield FAMILY_LAYERS[family], row, tuple(n for expected, n in pairs if expected == NUMBER_PLACEHOLDER)
 
 
 def _find_row(layout: FamilyLayers, module: str) -> tuple[str, tuple[str, ...]]:
@@ -211,41 +202,41 @@ def _find_row(layout: FamilyLayers, module: str) -> tuple[str, tuple[str, ...]]:
         if candidate is layout:
             return row, numbers
     if module.endswith(")"):  # a fused layer, which is not in the index of diffusers' names
-        numbers = tuple(_NUMBER_PATTERN.findall(module.partition("(")[0]))
-        row = _NUMBER_PATTERN.sub(NUMBER_PLACEHOLDER, module.partition("(")[0]) + "(" + module.partition("(")[2]
+        block, _, members = module.partition("(")
+        row = f"{_NUMBER_PATTERN.sub(NUMBER_PLACEHOLDER, block)}({members}"
         if row in layout.original_names:
-            return row, numbers
+            return row, tuple(_NUMBER_PATTERN.findall(block))
     raise ModelError(f"{module} is not a layer of {layout.family}")
 
 
+def _layer_name(layout: FamilyLayers, row: str, naming: LayerNaming) -> str | None:
+    """The name of a row; None if it is not a separate layer in this naming."""
+    if naming == "original":
+        return layout.original_names[row]
+    return None if row.endswith(")") else row
+
+
 @cache  # a function of the tables alone
-def _layer_index(
-    separator: str, naming: LayerNaming
-) -> Mapping[str, Sequence[tuple[str, str, tuple[str | None, ...]]]]:
-    """A layer's name with `#` for all its numbers → (family, row, its fixed numbers; None: any number)."""
-    index: dict[str, list[tuple[str, str, tuple[str | None, ...]]]] = {}
+def _layer_index(separator: str, naming: LayerNaming) -> Mapping[str, Sequence[tuple[str, str, tuple[str, ...]]]]:
+    """A layer's name with `#` for all its numbers → (family, row, its numbers; `#`: any number)."""
+    index: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {}
     for family, layout in FAMILY_LAYERS.items():
-        for row, original in layout.original_names.items():
-            layer_name = original if naming == "original" else (row if len(fused_members(row)) == 1 else None)
-            if layer_name is not None:
+        for row in layout.original_names:
+            if layer_name := _layer_name(layout, row, naming):
                 flat = layer_name.replace(".", separator)
-                fixed_numbers = tuple(
-                    None if number == NUMBER_PLACEHOLDER else number for number in _NUMBER_PATTERN.findall(flat)
-                )
-                index.setdefault(_NUMBER_PATTERN.sub(NUMBER_PLACEHOLDER, flat), []).append((family, row, fixed_numbers))
+                entry = (family, row, tuple(_NUMBER_PATTERN.findall(flat)))
+                index.setdefault(_NUMBER_PATTERN.sub(NUMBER_PLACEHOLDER, flat), []).append(entry)
     return index
 
 
 @cache  # a function of the tables alone
 def _tensor_index() -> Mapping[str, tuple[str, frozenset[str]]]:
     """A tensor's name → (canonical tensor, the spellings with this name)."""
-    tensor_by_name = {
-        spell_tensor(tensor, spelling): tensor for spelling in TENSOR_SPELLINGS for tensor in CANONICAL_TENSORS
-    }
-    return {
-        name: (tensor, frozenset(spelling for spelling in TENSOR_SPELLINGS if spell_tensor(tensor, spelling) == name))
-        for name, tensor in tensor_by_name.items()
-    }
+    index: dict[str, tuple[str, frozenset[str]]] = {}
+    for spelling, tensor in product(TENSOR_SPELLINGS, CANONICAL_TENSORS):
+        name = spell_tensor(tensor, spelling)
+        index[name] = (tensor, index.get(name, (tensor, frozenset()))[1] | {spelling})
+    return index
 
 
 def _marked_experts(style: KeyStyle, layout: FamilyLayers) -> Sequence[str | None]:
@@ -317,11 +308,11 @@ def _unmatched_reason(key: str, candidates: Sequence[_KeyMeaning], family: str |
     return f"no layer of {family or 'a known family'} has this name"
 
 
-def _none_matched_message(keys: Sequence[str], family: Literal[None] | str) -> str:
+def _none_matched_message(keys: Sequence[str], family: str | None) -> str:
     shown = ", ".join(f"{key} ({_unmatched_reason(key, (), family)})" for key in keys[:MAX_LISTED])
-    family_text = f" of {family}" if family is not None else f" of a known family ({', '.join(FAMILY_LAYERS)})"
+    families = family or f"a known family ({', '.join(FAMILY_LAYERS)})"
     return (
-        f"none of {len(keys)} keys belongs to an adapter{family_text}: {shown or 'the file has no tensors'}; "
+        f"none of {len(keys)} keys belongs to an adapter of {families}: {shown or 'the file has no tensors'}; "
         "`supertuner adapter schemes` lists the supported schemes"
     )
 
@@ -340,7 +331,3 @@ def _majority_spelling(meanings: Mapping[str, Sequence[_KeyMeaning]]) -> str:
             votes.update(split[2])
     order = list(TENSOR_SPELLINGS)
     return min(votes, key=lambda spelling: (-votes[spelling], order.index(spelling))) if votes else "kohya"
-
-
-def _allowed_families(family: str | None) -> Sequence[str]:
-    return list(FAMILY_LAYERS) if family is None else [family_layers(family).family]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeAlias
 
@@ -104,31 +104,28 @@ def plan_conversion(
     """
     experts = reading.experts
     if not scheme.marks_experts and len(experts) > 1:
-        raise ModelError(
-            f"{scheme.name} keys cannot name an expert, but this file has {' and '.join(map(str, experts))}"
-        )
-    converted = []
-    fused: dict[tuple[str | None, str], list[AdapterLayer]] = {}
+        names = " and ".join(map(str, experts))
+        raise ModelError(f"{scheme.name} keys cannot name an expert, but this file has {names}")
+    converted: list[ConvertedTensor] = []
+
+    def add(pieces: Iterable[tuple[ConvertedTensor, str]], expert: str | None, module: str) -> None:
+        for piece, tensor in pieces:
+            key = format_key(AdapterTensorName(expert, module, tensor), scheme, family)
+            converted.append(replace(piece, key=key))
+
+    fused: dict[tuple[str | None, str], list[tuple[AdapterLayer, float]]] = {}
     for layer in adapter_layers(reading):
         _check_pair(layer)
         expert = layer.expert if scheme.marks_experts else None
-        fused_module = (
-            fused_layer(layer.module, family) if scheme.naming == "original" and "(" not in layer.module else None
-        )
-        if fused_module is not None:
-            fused.setdefault((expert, fused_module), []).append(layer)
+        scale = lora_scale(layer, shapes, alphas, metadata) if layer.is_lora else 1.0
+        may_fuse = scheme.naming == "original" and "(" not in layer.module
+        if may_fuse and (fused_module := fused_layer(layer.module, family)) is not None:
+            fused.setdefault((expert, fused_module), []).append((layer, scale))
             continue
-        for module, part in _split_layer(layer, shapes, scheme):
-            for piece, tensor in _convert_layer(layer, part, shapes, alphas, metadata, scheme):
-                converted.append(
-                    replace(piece, key=format_key(AdapterTensorName(expert, module, tensor), scheme, family))
-                )
-    for (expert, fused_module), layers in fused.items():
-        scales = [lora_scale(layer, shapes, alphas, metadata) if layer.is_lora else 1.0 for layer in layers]
-        for piece, tensor in _fuse_layers(fused_module, layers, scales, shapes, scheme):
-            converted.append(
-                replace(piece, key=format_key(AdapterTensorName(expert, fused_module, tensor), scheme, family))
-            )
+        for module, rows in _split_layer(layer, shapes, scheme):
+            add(_convert_layer(layer, rows, scale, shapes, scheme), expert, module)
+    for (expert, fused_module), scaled_layers in fused.items():
+        add(_fuse_layers(fused_module, scaled_layers, shapes, scheme), expert, fused_module)
     duplicates = len(converted) - len({piece.key for piece in converted})
     assert duplicates == 0, f"{duplicates} keys of {scheme.name} would name two tensors"
     return converted
@@ -139,10 +136,8 @@ def _check_pair(layer: AdapterLayer) -> None:
     halves = [tensor for tensor in (LORA_A, LORA_B) if tensor in layer.keys]
     if len(halves) == 1:
         other = LORA_B if halves == [LORA_A] else LORA_A
-        raise ModelError(
-            f"{layer.module} has {halves[0]} ({layer.keys[halves[0]]}) but no {other}; the file is "
-            "incomplete or damaged"
-        )
+        key = layer.keys[halves[0]]
+        raise ModelError(f"{layer.module} has {halves[0]} ({key}) but no {other}; the file is incomplete or damaged")
 
 
 def lora_scale(
@@ -165,32 +160,25 @@ def _lora_rank(layer: AdapterLayer, shapes: Mapping[str, Shape]) -> int:
 
 # ── one layer ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_RowRange: TypeAlias = tuple[int, int] | None
+_Rows: TypeAlias = tuple[int, int] | None
 """The rows of a fused layer's output that belong to one part; None: all."""
 
 
-def _split_layer(
-    layer: AdapterLayer, shapes: Mapping[str, Shape], scheme: KeyScheme
-) -> Iterator[tuple[str, _RowRange]]:
+def _split_layer(layer: AdapterLayer, shapes: Mapping[str, Shape], scheme: KeyScheme) -> Iterator[tuple[str, _Rows]]:
     """The layers that a layer becomes in the scheme: (name, rows). Only a fused layer becomes several."""
     member_names = fused_members(layer.module)
     if len(member_names) == 1 or scheme.naming == "original":
         yield layer.module, None
         return
     splittable = {LORA_A, LORA_B, LORA_BIAS, ALPHA, "diff", "diff_b"}
-    if not splittable.issuperset(layer.keys):
-        unsupported = sorted(set(layer.keys) - splittable)
-        raise ModelError(
-            f"{layer.module} is one layer here and {len(member_names)} in diffusers; "
-            f"{', '.join(unsupported)} cannot be split"
-        )
+    if unsupported := ", ".join(sorted(set(layer.keys) - splittable)):
+        layers = f"one layer here and {len(member_names)} in diffusers"
+        raise ModelError(f"{layer.module} is {layers}; {unsupported} cannot be split")
     if layer.is_lora:
         _lora_rank(layer, shapes)
     sizes = {shapes[layer.keys[one]][:1] for one in (LORA_B, "diff", "diff_b", LORA_BIAS) if one in layer.keys}
     if len(sizes) != 1 or sizes == {()}:
-        raise ModelError(
-            f"{layer.module} is {len(member_names)} layers in diffusers, but its tensors do not agree on their sizes"
-        )
+        raise ModelError(f"{layer.module} is {len(member_names)} layers in diffusers, but its tensors differ in size")
     outputs = sizes.pop()[0]
     first_row = 0
     for module, rows in zip(member_names, _member_rows(outputs, len(member_names)), strict=True):
@@ -202,40 +190,31 @@ def _member_rows(outputs: int, count: int) -> Sequence[int]:
     """The rows of each part: equal for queries, keys and values; a fourth, the feed-forward, has 4 times as many."""
     units = 3 + (_MLP_RATIO if count == 4 else 0)
     if outputs % units:
-        raise ModelError(
-            f"{outputs} rows cannot be divided into {units} equal parts; the file belongs to an unknown model"
-        )
+        raise ModelError(f"{outputs} rows are not {units} equal parts; the file belongs to an unknown model")
     return [outputs // units] * 3 + ([_MLP_RATIO * outputs // units] if count == 4 else [])
 
 
 def _fuse_layers(
-    fused_module: str,
-    layers: Sequence[AdapterLayer],
-    scales: Sequence[float],
-    shapes: Mapping[str, Shape],
-    scheme: KeyScheme,
+    fused_module: str, parts: Sequence[tuple[AdapterLayer, float]], shapes: Mapping[str, Shape], scheme: KeyScheme
 ) -> Iterator[tuple[ConvertedTensor, str]]:
     """One LoRA of a fused layer from the LoRAs of its parts: stacked A, block-diagonal B (see above).
 
     The scale of each part is multiplied into its block of B, so the fused LoRA has the scale 1: alpha is the rank.
     """
-    unsupported = sorted({tensor for layer in layers for tensor in layer.keys} - {LORA_A, LORA_B, ALPHA})
-    if unsupported or not all(layer.is_lora for layer in layers):
-        raise ModelError(
-            f"{fused_module} is one layer in {scheme.name} keys; only plain LoRAs of its parts can be fused"
-        )
+    one_layer = f"{fused_module} is one layer in {scheme.name} keys"
+    unsupported = {tensor for layer, _ in parts for tensor in layer.keys} - {LORA_A, LORA_B, ALPHA}
+    if unsupported or not all(layer.is_lora for layer, _ in parts):
+        raise ModelError(f"{one_layer}; only plain LoRAs of its parts can be fused")
     member_names = fused_members(fused_module)
-    first = layers[0]
+    first = parts[0][0]
     rows_per_unit = shapes[first.keys[LORA_B]][0] // (_MLP_RATIO if member_names.index(first.module) == 3 else 1)
     outputs = [rows_per_unit] * 3 + ([_MLP_RATIO * rows_per_unit] if len(member_names) == 4 else [])
     ranks, lora_a_blocks, lora_b_blocks = 0, [], []
-    for layer, scale in zip(layers, scales, strict=True):
+    for layer, scale in parts:
         member_index = member_names.index(layer.module)
         rank, inputs = _lora_rank(layer, shapes), shapes[first.keys[LORA_A]][1:]
         if shapes[layer.keys[LORA_B]] != (outputs[member_index], rank) or shapes[layer.keys[LORA_A]] != (rank, *inputs):
-            raise ModelError(
-                f"{fused_module} is one layer in {scheme.name} keys, but the shapes of its parts do not fit together"
-            )
+            raise ModelError(f"{one_layer}, but the shapes of its parts do not fit together")
         lora_a_blocks.append(TensorBlock(layer.keys[LORA_A], ranks, 0))
         lora_b_blocks.append(TensorBlock(layer.keys[LORA_B], sum(outputs[:member_index]), ranks, scale))
         ranks += rank
@@ -246,15 +225,9 @@ def _fuse_layers(
 
 
 def _convert_layer(
-    layer: AdapterLayer,
-    rows: _RowRange,
-    shapes: Mapping[str, Shape],
-    alphas: Mapping[str, float],
-    metadata: Mapping[str, str],
-    scheme: KeyScheme,
+    layer: AdapterLayer, rows: _Rows, scale: float, shapes: Mapping[str, Shape], scheme: KeyScheme
 ) -> Iterator[tuple[ConvertedTensor, str]]:
     """The tensors of a layer, or of some rows of it, with their canonical names."""
-    scale = lora_scale(layer, shapes, alphas, metadata) if layer.is_lora else 1.0
     for tensor, key in layer.keys.items():
         shape = shapes[key]
         if tensor == ALPHA and layer.is_lora:
@@ -286,15 +259,13 @@ def _magnitude_shape(layer: AdapterLayer, shape: Shape, shapes: Mapping[str, Sha
 
 def _metadata_scale(layer: AdapterLayer, rank: int, metadata: Mapping[str, str]) -> float:
     """The scale of a layer from diffusers' metadata: alpha / rank, with rsLoRA alpha / √rank; 1 without metadata."""
-    adapter_metadata = _adapter_metadata(layer, metadata)
-    if adapter_metadata is None:
+    facts = _adapter_metadata(layer, metadata)
+    if facts is None:
         return 1.0
-    alpha = _match_pattern(
-        adapter_metadata.get("alpha_pattern"), layer.module, adapter_metadata.get("lora_alpha", rank)
-    )
+    alpha = _match_pattern(facts.get("alpha_pattern"), layer.module, facts.get("lora_alpha", rank))
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ModelError(f"its metadata has an alpha of {alpha!r} for {layer.module}, which is not a number")
-    return alpha / (math.sqrt(rank) if adapter_metadata.get("use_rslora") is True else rank)
+    return alpha / (math.sqrt(rank) if facts.get("use_rslora") is True else rank)
 
 
 def _adapter_metadata(layer: AdapterLayer, metadata: Mapping[str, str]) -> dict[str, object] | None:
@@ -309,9 +280,7 @@ def _adapter_metadata(layer: AdapterLayer, metadata: Mapping[str, str]) -> dict[
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ModelError(
-            f"its metadata {DIFFUSERS_METADATA} is not JSON ({error}), so that its alpha is unknown"
-        ) from error
+        raise ModelError(f"its metadata {DIFFUSERS_METADATA} is not JSON ({error}); its alpha is unknown") from error
     if not isinstance(content, dict):
         raise ModelError(f"its metadata {DIFFUSERS_METADATA} is not a JSON object, so that its alpha is unknown")
     own_component = later_experts().get(layer.expert or "")

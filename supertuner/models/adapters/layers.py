@@ -73,9 +73,8 @@ def check_targets(module: nn.Module, targets: Sequence[str], name: str) -> None:
     for target in targets:
         matching = [(key, layer) for key, layer in module.named_modules() if _has_suffix(key, target)]
         if not matching:
-            raise ModelError(
-                f"adapter.targets: no module of {name} has the name {target!r}; {_suggestion(module, target)}"
-            )
+            suggestion = _suggestion(module, target)
+            raise ModelError(f"adapter.targets: no module of {name} has the name {target!r}; {suggestion}")
         for key, layer in matching:
             if not isinstance(layer, ADAPTABLE_LAYERS):
                 nested = _layer_suffixes(layer, f"{target}.")
@@ -88,12 +87,18 @@ def check_targets(module: nn.Module, targets: Sequence[str], name: str) -> None:
 
 def check_module_patterns(keys: Sequence[str], modules: Sequence[ModuleAdapterSettings], name: str) -> None:
     """Raise ModelError for an entry of `adapter.modules` that matches none of the selected layers."""
-    for number, module_settings in enumerate(modules):
-        if not any(_matches_pattern(key, module_settings.match) for key in keys):
+    for number, entry in enumerate(modules):
+        if not any(_matches_pattern(key, entry.match) for key in keys):
             raise ModelError(
-                f"adapter.modules[{number}].match is {module_settings.match!r}, which matches no adapted layer of "
-                f"{name}; these are {summarize_names(keys, 4)}"
+                f"adapter.modules[{number}].match is {entry.match!r}, which matches no adapted layer of {name}; these "
+                f"are {summarize_names(keys, 4)}"
             )
+
+
+def trainable_parameters(module: nn.Module, adapter_name: str) -> dict[str, nn.Parameter]:
+    """The parameters that are not frozen, by their names without the adapter's own name."""
+    trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return {name.replace(f".{adapter_name}.", "."): parameter for name, parameter in trainable.items()}
 
 
 def summarize_names(names: Sequence[str], limit: int = 12) -> str:
@@ -110,15 +115,10 @@ def _matches_pattern(key: str, pattern: str) -> bool:
 
 def _suggestion(module: nn.Module, target: str) -> str:
     suffixes = _layer_suffixes(module)
-    shorter_suffixes = {
-        ".".join(parts[at:]) for parts in (suffix.split(".") for suffix in suffixes) for at in range(len(parts))
-    }
-    close_matches = difflib.get_close_matches(target, sorted(shorter_suffixes), n=4, cutoff=0.6)
-    return (
-        f"did you mean {summarize_names(close_matches)}?"
-        if close_matches
-        else f"use one of {summarize_names(suffixes)}"
-    )
+    split_suffixes = [suffix.split(".") for suffix in suffixes]
+    endings = {".".join(parts[at:]) for parts in split_suffixes for at in range(len(parts))}
+    matches = difflib.get_close_matches(target, sorted(endings), n=4, cutoff=0.6)
+    return f"did you mean {summarize_names(matches)}?" if matches else f"use one of {summarize_names(suffixes)}"
 
 
 def _layer_suffixes(module: nn.Module, prefix: str = "") -> list[str]:

@@ -15,7 +15,7 @@ import xxhash
 from torch import nn
 
 from supertuner.config.settings.model import AdapterSettings
-from supertuner.models.adapters.layers import AdapterSize
+from supertuner.models.adapters.layers import AdapterSize, trainable_parameters
 from supertuner.models.spec import Tensors
 
 ADAPTER_NAME = "default"
@@ -47,11 +47,7 @@ def inject(
         # peft warns for each layer that it cannot merge into quantized weights; nothing here merges.
         warnings.filterwarnings("ignore", message=".*get_apply_tensor_subclass.*")
         inject_adapter_in_model(lora_config, module, adapter_name=ADAPTER_NAME)
-    parameters = {
-        key.replace(f".{ADAPTER_NAME}.", "."): parameter
-        for key, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
+    parameters = trainable_parameters(module, ADAPTER_NAME)
     for key, parameter in parameters.items():
         parameter.data = _initial_value(key, parameter, seed, name).to(parameter.device)
     return parameters

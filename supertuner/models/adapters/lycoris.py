@@ -17,7 +17,7 @@ import xxhash
 from torch import nn
 
 from supertuner.config.settings.model import AdapterSettings
-from supertuner.models.adapters.layers import AdapterSize
+from supertuner.models.adapters.layers import AdapterSize, trainable_parameters
 from supertuner.models.spec import Tensors
 
 SUBMODULE_NAME = "lycoris"
@@ -44,11 +44,7 @@ def inject(
             adapter = _build_adapter(key, layer, settings, size).to(device, torch.float32).requires_grad_(True)
             adapter.apply_to()
             layer.add_module(SUBMODULE_NAME, adapter)
-    return {
-        key.replace(f".{SUBMODULE_NAME}.", "."): parameter
-        for key, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
+    return trainable_parameters(module, SUBMODULE_NAME)
 
 
 def export_tensors(module: nn.Module, layers: Mapping[str, AdapterSize]) -> Tensors:
@@ -66,22 +62,19 @@ def export_tensors(module: nn.Module, layers: Mapping[str, AdapterSize]) -> Tens
                 tensor = torch.tensor(float(adapter.lora_dim))
             elif name in SCALED_TENSORS and adapter.scale != 1.0:
                 tensor = tensor * adapter.scale
-            exported_tensors[f"{KEY_PREFIX}{key.replace('.', '_')}.{name}"] = (
-                tensor.detach().to("cpu", copy=True).contiguous()
-            )
+            exported_key = f"{KEY_PREFIX}{key.replace('.', '_')}.{name}"
+            exported_tensors[exported_key] = tensor.detach().to("cpu", copy=True).contiguous()
     return exported_tensors
 
 
 def full_matrix_note(module: nn.Module, layers: Mapping[str, AdapterSize]) -> str | None:
     """A note for the user if LoKr uses full matrices on some layers, because the rank is large; None otherwise."""
-    full_matrix_layers = [
-        key for key in layers if getattr(module.get_submodule(f"{key}.{SUBMODULE_NAME}"), "use_w2", False)
-    ]
-    if not full_matrix_layers:
+    full = [key for key in layers if getattr(module.get_submodule(f"{key}.{SUBMODULE_NAME}"), "use_w2", False)]
+    if not full:
         return None
     return (
-        f"LoKr's larger factor is a full matrix without a rank on {len(full_matrix_layers)} of {len(layers)} layers "
-        f"({full_matrix_layers[0]} …), because the rank is at least half of its size or adapter.lokr_full_matrix is set"
+        f"LoKr's larger factor is a full matrix without a rank on {len(full)} of {len(layers)} layers ({full[0]} …), "
+        "because the rank is at least half of its size or adapter.lokr_full_matrix is set"
     )
 
 
@@ -101,9 +94,8 @@ def _build_adapter(key: str, layer: nn.Module, settings: AdapterSettings, size: 
     adapter = adapter_classes[settings.type](name, layer, lora_dim=size.rank, alpha=size.alpha, **options)
     if getattr(adapter, "use_w1", False) and adapter.use_w2:
         adapter.scale = 1.0  # full matrices have no rank, so no scale; with rs_lora lycoris-lora applies one
-    if (
-        settings.dropout
-    ):  # as a constructor argument, LoHa and LoKr would print that they do not support it, which is outdated
+    if settings.dropout:
+        # As a constructor argument, LoHa and LoKr would print that they do not support it, which is outdated.
         setattr(adapter, "dropout" if settings.type == "locon" else "drop", nn.Dropout(settings.dropout))
     return adapter
 

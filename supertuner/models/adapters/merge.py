@@ -13,6 +13,7 @@ when it merges, and rejects a LoKr whose rank is larger than it would choose its
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,24 +37,18 @@ def merged_weight(weight: torch.Tensor, tensors: Tensors, layer: str, strength: 
     """
     if weight.numel() == 0:
         return weight
-    diffs = [tensors[name] for name in WEIGHT_DIFFS if name in tensors]
     weight_fp32 = weight.float()
-    if diffs:
-        _require_all_used(tensors, WEIGHT_DIFFS[:1] if "diff" in tensors else WEIGHT_DIFFS[1:], layer)
-        if diffs[0].shape != weight.shape:
-            raise ModelError(
-                f"{layer}: the adapter's diff has shape {list(diffs[0].shape)}, but the weight {list(weight.shape)}"
-            )
-        return (weight_fp32 + strength * diffs[0].float()).to(weight.dtype)
+    if diff_name := next((name for name in WEIGHT_DIFFS if name in tensors), None):
+        _require_all_used(tensors, [diff_name], layer)
+        _require_shape(tensors[diff_name], weight, layer)
+        return (weight_fp32 + strength * tensors[diff_name].float()).to(weight.dtype)
     if all(name in (*BIAS_DIFFS, LORA_BIAS, "alpha") for name in tensors):
         return weight
     delta = _weight_delta(tensors, layer)
     if delta is None:
         return _merge_with_lycoris(weight_fp32, tensors, layer, strength).to(weight.dtype)
     if delta.dim() < 2 or delta.numel() != weight.numel() or delta.shape[0] != weight.shape[0]:
-        raise ModelError(
-            f"{layer}: the adapter does not fit: it has shape {list(delta.shape)}, the weight {list(weight.shape)}"
-        )
+        raise ModelError(f"{layer}: an adapter of {list(delta.shape)} does not fit a weight of {list(weight.shape)}")
     merged = weight_fp32 + delta.reshape(weight.shape)
     if "dora_scale" in tensors:
         merged = _apply_dora_magnitudes(merged, tensors["dora_scale"].float(), layer)
@@ -68,11 +63,14 @@ def merged_bias(bias: torch.Tensor, tensors: Tensors, layer: str, strength: floa
     if not diffs:
         return bias
     for diff in diffs:
-        if diff.shape != bias.shape:
-            raise ModelError(
-                f"{layer}: the adapter's diff has shape {list(diff.shape)}, but the bias {list(bias.shape)}"
-            )
+        _require_shape(diff, bias, layer, "bias")
     return (bias.float() + strength * sum(diffs)).to(bias.dtype)
+
+
+def _require_shape(diff: torch.Tensor, parameter: torch.Tensor, layer: str, name: str = "weight") -> None:
+    if diff.shape != parameter.shape:
+        shapes = f"{list(diff.shape)}, but the {name} {list(parameter.shape)}"
+        raise ModelError(f"{layer}: the adapter's diff has shape {shapes}")
 
 
 def changes_bias(names: Iterable[str]) -> bool:
@@ -92,9 +90,8 @@ def _scale(tensors: Tensors, rank: int | None, layer: str) -> float:
     if rank is None or "alpha" not in tensors:
         return 1.0
     if rank == 0 or tensors["alpha"].numel() != 1:
-        raise ModelError(
-            f"{layer}: a rank of {rank} and an alpha of shape {list(tensors['alpha'].shape)} give no scale"
-        )
+        shape = list(tensors["alpha"].shape)
+        raise ModelError(f"{layer}: a rank of {rank} and an alpha of shape {shape} give no scale")
     return float(tensors["alpha"]) / rank
 
 
@@ -108,37 +105,28 @@ def _require_all_used(tensors: Tensors, used: Sequence[str], layer: str) -> None
 
 def _weight_delta(tensors: Tensors, layer: str) -> torch.Tensor | None:
     """ΔW, the difference to add to the weight; None for an adapter type that is not implemented here."""
-    tensors_fp32 = {name: tensor.float() for name, tensor in tensors.items()}
+    tensors = {name: tensor.float() for name, tensor in tensors.items()}
     used: Sequence[str]
     rank: int | None = None
     try:
-        if "lora_up.weight" in tensors_fp32 and "lora_mid.weight" not in tensors_fp32:
-            used, rank = LORA_TENSORS, tensors_fp32["lora_down.weight"].shape[0]
-            delta = tensors_fp32["lora_up.weight"].flatten(1) @ tensors_fp32["lora_down.weight"].flatten(1)
-        elif "hada_w1_a" in tensors_fp32 and "hada_t1" not in tensors_fp32:
-            used, rank = LOHA_TENSORS, tensors_fp32["hada_w1_b"].shape[0]
-            delta = (tensors_fp32["hada_w1_a"] @ tensors_fp32["hada_w1_b"]) * (
-                tensors_fp32["hada_w2_a"] @ tensors_fp32["hada_w2_b"]
-            )
-        elif {"lokr_w1", "lokr_w1_a"} & tensors_fp32.keys() and not {"lokr_t1", "lokr_t2"} & tensors_fp32.keys():
-            used, first_factor, second_factor = (
-                LOKR_TENSORS,
-                _kronecker_factor(tensors_fp32, "lokr_w1"),
-                _kronecker_factor(tensors_fp32, "lokr_w2"),
-            )
-            rank = next(
-                (tensors_fp32[name].shape[0] for name in ("lokr_w2_b", "lokr_w1_b") if name in tensors_fp32), None
-            )
-            delta = torch.kron(
-                first_factor.reshape([*first_factor.shape[:2], *([1] * (second_factor.dim() - 2))]), second_factor
-            )
+        if "lora_up.weight" in tensors and "lora_mid.weight" not in tensors:
+            used, rank = LORA_TENSORS, tensors["lora_down.weight"].shape[0]
+            delta = tensors["lora_up.weight"].flatten(1) @ tensors["lora_down.weight"].flatten(1)
+        elif "hada_w1_a" in tensors and "hada_t1" not in tensors:
+            used, rank = LOHA_TENSORS, tensors["hada_w1_b"].shape[0]
+            delta = (tensors["hada_w1_a"] @ tensors["hada_w1_b"]) * (tensors["hada_w2_a"] @ tensors["hada_w2_b"])
+        elif {"lokr_w1", "lokr_w1_a"} & tensors.keys() and not {"lokr_t1", "lokr_t2"} & tensors.keys():
+            used = LOKR_TENSORS
+            w1, w2 = _kronecker_factor(tensors, "lokr_w1"), _kronecker_factor(tensors, "lokr_w2")
+            rank = next((tensors[name].shape[0] for name in ("lokr_w2_b", "lokr_w1_b") if name in tensors), None)
+            delta = torch.kron(w1.reshape([*w1.shape[:2], *([1] * (w2.dim() - 2))]), w2)
         else:
             return None
     except (RuntimeError, KeyError, IndexError, ValueError) as error:
         reason = f"it has no {error.args[0]}" if isinstance(error, KeyError) else error
         raise ModelError(f"{layer}: the adapter's tensors do not fit together: {reason}") from error
     _require_all_used(tensors, used, layer)
-    return delta * _scale(tensors_fp32, rank, layer)
+    return delta * _scale(tensors, rank, layer)
 
 
 def _kronecker_factor(tensors: Tensors, name: str) -> torch.Tensor:
@@ -157,9 +145,8 @@ def _apply_dora_magnitudes(merged: torch.Tensor, magnitudes: torch.Tensor, layer
         # Older versions of LyCORIS have one magnitude per input.
         dim, lengths = 1, merged.transpose(0, 1).flatten(1).norm(dim=1)
     else:
-        raise ModelError(
-            f"{layer}: DoRA's magnitudes of shape {list(magnitudes.shape)} do not fit a weight of {list(merged.shape)}"
-        )
+        shapes = f"{list(magnitudes.shape)} do not fit a weight of {list(merged.shape)}"
+        raise ModelError(f"{layer}: DoRA's magnitudes of shape {shapes}")
     factors = magnitudes.flatten() / lengths
     scaled: torch.Tensor = merged * factors.reshape([-1 if axis == dim else 1 for axis in range(merged.dim())])
     return scaled
@@ -185,15 +172,11 @@ def _merge_with_lycoris(weight: torch.Tensor, tensors: Tensors, layer: str, stre
 
 def _layer_with_weight(weight: torch.Tensor) -> nn.Module:
     """A linear or convolution layer with this weight, as lycoris-lora needs it."""
-    sizes = weight.shape
-    with torch.device("meta"):
-        layer: nn.Module
-        if len(sizes) == 2:
-            layer = nn.Linear(sizes[1], sizes[0], bias=False)
-        else:
-            convolution_classes = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
-            if len(sizes) not in convolution_classes:
-                raise ValueError(f"a weight with {len(sizes)} dimensions belongs to no linear or convolution layer")
-            layer = convolution_classes[len(sizes)](sizes[1], sizes[0], tuple(sizes[2:]), bias=False)  # type: ignore[arg-type]
+    layer_classes: dict[int, Any] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+    if weight.dim() not in layer_classes:
+        raise ValueError(f"a weight with {weight.dim()} dimensions belongs to no linear or convolution layer")
+    outputs, inputs, *kernel = weight.shape
+    sizes = (inputs, outputs, tuple(kernel)) if kernel else (inputs, outputs)
+    layer: nn.Module = layer_classes[weight.dim()](*sizes, bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     return layer

@@ -13,8 +13,5 @@ JOINT_ATTENTION: Final = (*SELF_ATTENTION, "add_q_proj", "add_k_proj", "add_v_pr
 
 def target_presets(attention: Sequence[str], mlp: Sequence[str], other: Sequence[str]) -> Mapping[str, Sequence[str]]:
     """The usual presets; each contains the one before it. `other`: linear layers outside attention and feed-forward."""
-    return {
-        "attention": tuple(attention),
-        "attention_mlp": (*attention, *mlp),
-        "all_linear": (*attention, *mlp, *other),
-    }
+    attention_mlp = (*attention, *mlp)
+    return {"attention": tuple(attention), "attention_mlp": attention_mlp, "all_linear": (*attention_mlp, *other)}

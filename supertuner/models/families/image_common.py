@@ -9,22 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import diffusers
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from supertuner.core.types import MediaKind
 from supertuner.models import loading
-from supertuner.models.families.sampling_common import (
-    eval_with_autocast,
-    pipeline_components,
-    require_possible,
-    to_uint8,
-)
+from supertuner.models.families.sampling_common import PipelineOptions
 from supertuner.models.families.text_common import stack_text
 from supertuner.models.pipeline_files import ConfigDict, text_files, vae_files
 from supertuner.models.spec import (
@@ -32,7 +24,6 @@ from supertuner.models.spec import (
     Family,
     MediaEncoder,
     ModelDescription,
-    ModelSampler,
     ModelSource,
     PredictionType,
     SampleRequest,
@@ -65,13 +56,12 @@ class ImageVaeEncoder:
 
     @torch.no_grad()
     def encode(self, media: torch.Tensor) -> Tensors:
-        return {"latents": torch.cat([self._encode_one(image) for image in media.unbind()]).cpu()}
+        pixels = (image[None].to(self._device, torch.float32) / 255.0 * 2.0 - 1.0 for image in media.unbind())
+        return {"latents": torch.cat([self._encode_one(image) for image in pixels]).cpu()}
 
-    def _encode_one(self, image: torch.Tensor) -> torch.Tensor:
-        pixels = image[None].to(self._device, torch.float32) / 255.0 * 2.0 - 1.0
-        mode = self._vae.encode(pixels).latent_dist.mode()
+    def _encode_one(self, pixels: torch.Tensor) -> torch.Tensor:
         shift, scale_factor = _latent_shift_and_scale(self._vae)
-        latents: torch.Tensor = (mode - shift) * scale_factor
+        latents: torch.Tensor = (self._vae.encode(pixels).latent_dist.mode() - shift) * scale_factor
         return latents
 
 
@@ -79,11 +69,11 @@ def build_media_encoder(model: ModelDescription, device: torch.device) -> ImageV
     return ImageVaeEncoder(loading.load_module(model, "vae", torch.float32), device)
 
 
-def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """The VAE's pixels for a sampler's latents, in fp32."""
-    shift, scale_factor = _latent_shift_and_scale(vae)
-    pixels: torch.Tensor = vae.decode(latents.float() / scale_factor + shift, return_dict=False)[0]
-    return pixels
+def decode_image(pipeline: Any, latents: torch.Tensor) -> Any:
+    """The image of a sampler's latents. The VAE decodes in fp32 whatever the denoiser computes in."""
+    shift, scale_factor = _latent_shift_and_scale(pipeline.vae)
+    pixels = pipeline.vae.decode(latents.float() / scale_factor + shift, return_dict=False)[0]
+    return pipeline.image_processor.postprocess(pixels, output_type="np")
 
 
 def _latent_shift_and_scale(vae: Any) -> tuple[torch.Tensor | float, torch.Tensor | float]:
@@ -94,10 +84,8 @@ def _latent_shift_and_scale(vae: Any) -> tuple[torch.Tensor | float, torch.Tenso
     config = vae.config
     if config.latents_mean is None or config.latents_std is None:
         return config.shift_factor or 0.0, config.scaling_factor
-    mean, std = (
-        torch.tensor(numbers, device=vae.device).view(1, -1, 1, 1)
-        for numbers in (config.latents_mean, config.latents_std)
-    )
+    statistics = config.latents_mean, config.latents_std
+    mean, std = (torch.tensor(numbers, device=vae.device).view(1, -1, 1, 1) for numbers in statistics)
     return mean, config.scaling_factor / std
 
 
@@ -157,75 +145,14 @@ def unpack_latents(packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 # ── samples ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSampling:
-    """What differs between the pipelines that `build_sampler` uses."""
-
-    unsupported_reason: Callable[[ModelDescription, tuple[int, ...]], str | None] = unsupported_reason
-    pipeline_options: Callable[[ModelDescription], Mapping[str, Any]] = lambda _model: {}
-    """Arguments of the pipeline's constructor beside its components."""
-    call_arguments: Callable[[SampleRequest], Mapping[str, Any]] = lambda request: {
-        "negative_prompt": request.negative_prompt
-    }
-    """Arguments of the pipeline's call beside those that every pipeline takes."""
-    unpack_latents: Callable[[Any, torch.Tensor, SampleRequest], torch.Tensor] = lambda _pipeline, latents, _request: (
-        latents
-    )
-    """(pipeline, its output, request) → latents as the VAE takes them."""
+def image_call_arguments(model: ModelDescription, request: SampleRequest) -> dict[str, Any]:
+    guidance = {"guidance_scale": request.guidance_scale, "negative_prompt": request.negative_prompt}
+    return {**guidance, "output_type": "latent"}
 
 
-class ImagePipelineSampler:
-    """Samples through the model's diffusers pipeline. The VAE decodes in fp32 whatever the denoiser computes in."""
-
-    def __init__(
-        self, model: ModelDescription, pipeline: Any, sampling: ImageSampling, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self._model, self._pipeline, self._sampling = model, pipeline, sampling
-        self._device, self._dtype = device, dtype
-        pipeline.set_progress_bar_config(disable=True)
-
-    @torch.no_grad()
-    def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
-        require_possible(request, image_request_problem(self._model, request, self._sampling.unsupported_reason))
-        pipeline = self._pipeline
-        denoiser = getattr(pipeline, self._model.experts[0].component)
-        with eval_with_autocast([denoiser], self._device, self._dtype):
-            latents = pipeline(
-                prompt=request.prompt,
-                height=request.height,
-                width=request.width,
-                num_inference_steps=request.inference_steps,
-                guidance_scale=request.guidance_scale,
-                generator=torch.Generator().manual_seed(request.seed),
-                output_type="latent",
-                **self._sampling.call_arguments(request),
-            ).images
-        pixels = decode_latents(pipeline.vae, self._sampling.unpack_latents(pipeline, latents.float(), request))
-        return to_uint8(pipeline.image_processor.postprocess(pixels, output_type="np"))
-
-
-def image_request_problem(
-    model: ModelDescription,
-    request: SampleRequest,
-    unsupported_reason: Callable[[ModelDescription, tuple[int, ...]], str | None] = unsupported_reason,
-) -> str | None:
-    """Why the requested sample is not an image of a size that the model takes; None if it is."""
-    if request.frames != 1:
-        return f"it has {request.frames} frames, and this model generates single images; set frames to 1"
-    return unsupported_reason(model, (3, request.height, request.width))
-
-
-def build_sampler(
-    model: ModelDescription,
-    modules: Mapping[str, nn.Module],
-    device: torch.device,
-    dtype: torch.dtype,
-    sampling: ImageSampling = ImageSampling(),  # noqa: B008  frozen
-) -> ImagePipelineSampler:
-    """A sampler around `modules`, with the pipeline class that the model's index names; other components are loaded."""
-    pipeline_class = getattr(diffusers, str(model.configs[""]["_class_name"]))
-    pipeline = pipeline_class(**pipeline_components(model, modules, device, dtype), **sampling.pipeline_options(model))
-    return ImagePipelineSampler(model, pipeline, sampling, device, dtype)
+IMAGE_PIPELINE: Final = PipelineOptions(
+    unsupported_reason, image_call_arguments, lambda pipeline, output, _request: decode_image(pipeline, output.images)
+)
 
 
 # ── the record ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -235,7 +162,8 @@ def build_sampler(
 class ImageFamily(Family):
     """A `Family` whose functions default to those above: flow matching, one transformer, text of a fixed length.
 
-    A family states `name`, `read_model`, `build_text_encoder`, `denoise`, `target_presets` and `write_tiny_pipeline`.
+    A family states `name`, `read_model`, `build_text_encoder`, `denoise`, `build_sampler`, `target_presets` and
+    `write_tiny_pipeline`.
     """
 
     prediction: PredictionType = "flow"
@@ -246,7 +174,4 @@ class ImageFamily(Family):
     load_denoiser: Callable[[ModelDescription, Expert, torch.dtype], nn.Module] = loading.load_denoiser
     pad_text: Callable[[ModelDescription, Sequence[Tensors]], Tensors] = stack_text
     token_count: Callable[[ModelDescription, tuple[int, ...]], int] = token_count
-    build_sampler: Callable[[ModelDescription, Mapping[str, nn.Module], torch.device, torch.dtype], ModelSampler] = (
-        build_sampler
-    )
     export_prefix: Mapping[str, str] = field(default_factory=lambda: {"transformer": "transformer"})

@@ -35,14 +35,8 @@ class TextTower:
 
     def tokenize(self, text: str, length: int) -> Any:
         """Token ids and attention mask of one text, truncated and padded to `length`, on the CPU."""
-        return self.tokenizer(
-            [text],
-            padding="max_length",
-            max_length=length,
-            truncation=True,
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
+        size: dict[str, Any] = {"padding": "max_length", "max_length": length, "truncation": True}
+        return self.tokenizer([text], **size, return_attention_mask=True, return_tensors="pt")
 
     def run(self, text: str, length: int, **options: Any) -> Any:
         """The encoder's output for `length` tokens of one text, without a mask, as pipelines of Flux, SD3 and SDXL."""
@@ -53,24 +47,19 @@ def load_text_towers(
     model: ModelDescription, suffixes: Sequence[str], device: torch.device, dtype: torch.dtype
 ) -> list[TextTower]:
     """The pipeline's `tokenizer<suffix>` and `text_encoder<suffix>` for each of `suffixes`."""
-    return [
-        TextTower(
-            loading.load_tokenizer_or_scheduler(model, f"tokenizer{suffix}"),
-            loading.load_module(model, f"text_encoder{suffix}", dtype).to(device),
-            device,
-        )
-        for suffix in suffixes
-    ]
+    towers = []
+    for suffix in suffixes:
+        tokenizer = loading.load_tokenizer_or_scheduler(model, f"tokenizer{suffix}")
+        encoder = loading.load_module(model, f"text_encoder{suffix}", dtype).to(device)
+        towers.append(TextTower(tokenizer, encoder, device))
+    return towers
 
 
 class CaptionEncoder:
     """A `TextEncoder` built from two functions of one caption: its fields, and whether the model reads only a part."""
 
     def __init__(
-        self,
-        towers: Sequence[TextTower],
-        encode_caption: Callable[[str], Tensors],
-        is_truncated: Callable[[str], bool],
+        self, towers: Sequence[TextTower], encode_caption: Callable[[str], Tensors], is_truncated: Callable[[str], bool]
     ) -> None:
         self.modules = [tower.encoder for tower in towers]
         """The forecast counts their weights: an encoder holds its modules in attributes (`plan/trace`)."""

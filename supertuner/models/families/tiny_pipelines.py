@@ -1,27 +1,18 @@
-"""Tiny random pipelines: how a family's record of sizes becomes a folder, and the components that families share.
+"""Tiny random pipelines: how a family's function becomes a folder, and the components that families share.
 
 The components are instances of the real classes, a few kilobytes each, built in code. Their tokenizers accept any text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
+import transformers
 from diffusers import AutoencoderKL
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5EncoderModel,
-    UMT5Config,
-    UMT5EncoderModel,
-)
 
 from supertuner.models.library_logging import quiet_libraries
 
@@ -34,31 +25,25 @@ VOCABULARY: Final = (
 _CHARACTERS: Final = "abcdefghijklmnopqrstuvwxyz0123456789.,'-"
 
 
-class TinyPipelineSizes(Protocol):
-    """The sizes of one family's tiny pipeline, for example `TinyFlux`.
+def build_pipeline(assemble: Callable[[], Any], seed: int) -> Any:
+    """The diffusers pipeline that `assemble` builds, for example `tiny_flux_pipeline`: weights come from torch's global
+    generator, in a fixed order. The same seed gives the same weights; torch's global random state does not change.
 
     Everything that the mathematics depends on (channels, packing, shifts, tables) is as in the published models; only
     widths and depths are small.
     """
-
-    def assemble(self) -> Any:
-        """A diffusers pipeline whose weights come from torch's global generator, in a fixed order."""
-
-
-def build_pipeline(sizes: TinyPipelineSizes, seed: int) -> Any:
-    """The pipeline in memory. The same seed gives the same weights; torch's global random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return sizes.assemble()
+        return assemble()
 
 
-def write_pipeline(sizes: TinyPipelineSizes, folder: Path, seed: int) -> None:
-    """Save `build_pipeline(sizes, seed)` in a new folder with the layout of repositories on the hub."""
+def write_pipeline(assemble: Callable[[], Any], folder: Path, seed: int) -> None:
+    """Save `build_pipeline(assemble, seed)` in a new folder with the layout of repositories on the hub."""
     with quiet_libraries():
-        build_pipeline(sizes, seed).save_pretrained(folder)
+        build_pipeline(assemble, seed).save_pretrained(folder)
 
 
-def unigram_tokenizer(words: Sequence[str] = VOCABULARY, max_length: int = 512) -> PreTrainedTokenizerFast:
+def unigram_tokenizer(words: Sequence[str] = VOCABULARY, max_length: int = 512) -> transformers.PreTrainedTokenizerFast:
     """A tokenizer like T5's: pieces with a leading bar, `</s>` at the end, padding id 0.
 
     Unknown words become letters, and unknown letters become bytes, so two different captions never get equal tokens.
@@ -76,47 +61,32 @@ def unigram_tokenizer(words: Sequence[str] = VOCABULARY, max_length: int = 512) 
     tokenizer.post_processor = processors.TemplateProcessing(
         single=["$A", "</s>"], pair=["$A", "</s>", "$B", "</s>"], special_tokens=[("</s>", 1)]
     )
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=max_length
     )
 
 
-def byte_tokenizer(max_length: int = 77) -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """A tokenizer like CLIP's: a start token and an end token, which also pads. Here every piece is one byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    ids = {piece: index for index, piece in enumerate([*alphabet, "<|startoftext|>", "<|endoftext|>"])}
-    tokenizer: Any = Tokenizer(models.BPE(ids, [], unk_token="<|endoftext|>"))
+    start, end = "<|startoftext|>", "<|endoftext|>"
+    ids = {piece: index for index, piece in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), start, end])}
+    tokenizer: Any = Tokenizer(models.BPE(ids, [], unk_token=end))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special_tokens_ids = [(token, ids[token]) for token in ("<|startoftext|>", "<|endoftext|>")]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=[special_tokens_ids[0][0], "$A", special_tokens_ids[1][0]],
-        pair=[special_tokens_ids[0][0], "$A", "$B", special_tokens_ids[1][0]],
-        special_tokens=special_tokens_ids,
+        single=[start, "$A", end], pair=[start, "$A", "$B", end], special_tokens=[(start, ids[start]), (end, ids[end])]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|startoftext|>",
-        eos_token="<|endoftext|>",
-        pad_token="<|endoftext|>",
-        model_max_length=max_length,
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=start, eos_token=end, pad_token=end, model_max_length=77
     )
 
 
-def clip_encoder(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) -> CLIPTextModel:
-    return CLIPTextModel(_clip_config(tokenizer, width, layers)).eval()
-
-
-def clip_encoder_with_projection(
-    tokenizer: PreTrainedTokenizerFast, width: int, layers: int
-) -> CLIPTextModelWithProjection:
-    """Like `clip_encoder`, with a projection after the pooled output."""
-    return CLIPTextModelWithProjection(_clip_config(tokenizer, width, layers)).eval()
-
-
-def _clip_config(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) -> CLIPTextConfig:
-    return CLIPTextConfig(
+def clip_encoder(
+    tokenizer: transformers.PreTrainedTokenizerFast, width: int, layers: int, encoder: Any = transformers.CLIPTextModel
+) -> transformers.CLIPTextModel | transformers.CLIPTextModelWithProjection:
+    """`encoder` is the class; `CLIPTextModelWithProjection` has a projection after the pooled output."""
+    config = transformers.CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=2 * width,
@@ -128,30 +98,23 @@ def _clip_config(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) ->
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    return encoder(config).eval()
 
 
-def umt5_encoder(vocab_size: int, width: int, layers: int) -> UMT5EncoderModel:
-    return UMT5EncoderModel(UMT5Config(**_t5_sizes(vocab_size, width, layers))).eval()
+def umt5_encoder(vocab_size: int, width: int) -> transformers.UMT5EncoderModel:
+    return transformers.UMT5EncoderModel(transformers.UMT5Config(**_t5_sizes(vocab_size, width))).eval()
 
 
-def t5_encoder(vocab_size: int, width: int, layers: int) -> T5EncoderModel:
-    return T5EncoderModel(T5Config(**_t5_sizes(vocab_size, width, layers))).eval()
+def t5_encoder(vocab_size: int, width: int) -> transformers.T5EncoderModel:
+    return transformers.T5EncoderModel(transformers.T5Config(**_t5_sizes(vocab_size, width))).eval()
 
 
-def _t5_sizes(vocab_size: int, width: int, layers: int) -> dict[str, Any]:
-    return {
-        "vocab_size": vocab_size,
-        "d_model": width,
-        "d_kv": 8,
-        "d_ff": 2 * width,
-        "num_layers": layers,
-        "num_heads": max(1, width // 8),
-        "feed_forward_proj": "gated-gelu",
-        "dropout_rate": 0.0,
-    }
+def _t5_sizes(vocab_size: int, width: int) -> dict[str, Any]:
+    sizes = {"vocab_size": vocab_size, "d_model": width, "d_kv": 8, "d_ff": 2 * width, "num_layers": 1}
+    return {**sizes, "num_heads": max(1, width // 8), "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0}
 
 
-def tiny_image_vae(width: int, *, channels: int, scaling_factor: float, shift_factor: float | None) -> AutoencoderKL:
+def tiny_image_vae(*, channels: int, scaling_factor: float, shift_factor: float | None) -> AutoencoderKL:
     """A small AutoencoderKL that maps 8×8 pixels to one latent.
 
     With a shift factor it has no quantization convolutions, as in Flux and SD3.
@@ -159,7 +122,7 @@ def tiny_image_vae(width: int, *, channels: int, scaling_factor: float, shift_fa
     return AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * 4,
         up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=[width] * 4,
+        block_out_channels=[8] * 4,
         layers_per_block=1,
         norm_num_groups=4,
         latent_channels=channels,

@@ -22,6 +22,7 @@ from typing import Literal, TypeAlias, overload
 import numpy as np
 import torch
 import xxhash
+from torch import Tensor
 
 from supertuner.core.errors import ModelError
 from supertuner.models.spec import PredictionType
@@ -54,7 +55,7 @@ class TrainingObjective:
     """What the model predicts, on which schedule, and how losses are weighted."""
 
     prediction: PredictionType = "flow"
-    alphas_cumprod: torch.Tensor | None = None
+    alphas_cumprod: Tensor | None = None
     """ᾱ_t of DDPM for t = 0 … T-1, for models that predict epsilon or v; None for flow matching."""
     weighting: LossWeighting = "none"
     snr_gamma: float = 5.0
@@ -63,9 +64,7 @@ class TrainingObjective:
     """δ of the pseudo-Huber loss, which is quadratic up to about this error; None: squared error."""
 
     def __post_init__(self) -> None:
-        assert (self.alphas_cumprod is None) == (self.prediction == "flow"), (
-            "epsilon and v need alphas_cumprod, flow has none"
-        )
+        assert (self.alphas_cumprod is None) == (self.prediction == "flow"), "epsilon and v need alphas_cumprod"
 
 
 # ── sigmas ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -74,28 +73,23 @@ class TrainingObjective:
 @overload
 def sigma_at(uniform: float, distribution: TimestepDistribution, low: float = 0.0, high: float = 1.0) -> float: ...
 @overload
+def sigma_at(uniform: Tensor, distribution: TimestepDistribution, low: float = 0.0, high: float = 1.0) -> Tensor: ...
 def sigma_at(
-    uniform: torch.Tensor, distribution: TimestepDistribution, low: float = 0.0, high: float = 1.0
-) -> torch.Tensor: ...
-def sigma_at(
-    uniform: float | torch.Tensor, distribution: TimestepDistribution, low: float = 0.0, high: float = 1.0
-) -> float | torch.Tensor:
+    uniform: float | Tensor, distribution: TimestepDistribution, low: float = 0.0, high: float = 1.0
+) -> float | Tensor:
     """The quantile of the distribution restricted to [low, high): sigma with P(drawn sigma < sigma) = `uniform`.
 
     Computed in double precision and rounded to an fp32 number that is still in [low, high): otherwise a sigma just
     below an expert's boundary would be rounded to the boundary in the batch, and belong to the other expert.
     """
-    if isinstance(uniform, torch.Tensor):
+    if isinstance(uniform, Tensor):
         # One by one: vectorized kernels round differently from the scalar code at the end of a batch.
         sigmas = [sigma_at(u, distribution, low, high) for u in uniform.double().flatten().tolist()]
         return torch.tensor(sigmas, dtype=torch.float32).reshape(uniform.shape)
     assert 0 <= uniform <= 1 and 0 <= low < high <= 1, (uniform, low, high)
-    sigma = (
-        _uniform_sigma(uniform, distribution, low, high)
-        if distribution.kind == "uniform"
-        else _logit_normal_sigma(uniform, distribution, low, high)
-    )
-    return _clamp_to_range(sigma, low, high)
+    quantile = _uniform_sigma if distribution.kind == "uniform" else _logit_normal_sigma
+    lowest, highest = _float32_bounds(low, high)
+    return min(max(float(np.float32(quantile(uniform, distribution, low, high))), lowest), highest)
 
 
 def auto_shift(tokens: int) -> float:
@@ -153,11 +147,6 @@ def _logit_normal_bounds(
     return mean, upper_half, start, end, below, above
 
 
-def _clamp_to_range(sigma: float, low: float, high: float) -> float:
-    lowest, highest = _float32_bounds(low, high)
-    return min(max(float(np.float32(sigma)), lowest), highest)
-
-
 @lru_cache(maxsize=64)
 def _float32_bounds(low: float, high: float) -> tuple[float, float]:
     """The smallest and the largest fp32 number in [low, high)."""
@@ -189,7 +178,7 @@ def sample_uniform(seed: int, position: int) -> float:
     return (_position_hash(b"level", seed, position) >> 11) * 2.0**-53
 
 
-def sample_noise(seed: int, position: int, shape: Sequence[int], *, out: torch.Tensor | None = None) -> torch.Tensor:
+def sample_noise(seed: int, position: int, shape: Sequence[int], *, out: Tensor | None = None) -> Tensor:
     """Standard normal noise, fp32 on the CPU: a function of seed, position and shape. Written to `out` if given."""
     generator = torch.Generator().manual_seed(noise_seed(seed, position))
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, out=out)
@@ -214,9 +203,7 @@ def _position_hash(purpose: bytes, seed: int, position: int) -> int:
 # ── input and target ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def add_noise(
-    clean: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor, objective: TrainingObjective
-) -> torch.Tensor:
+def add_noise(clean: Tensor, noise: Tensor, sigmas: Tensor, objective: TrainingObjective) -> Tensor:
     """α·x + σ·ε, where x is the clean sample and l its sigma.
 
     Flow: α = 1 - l, σ = l (Esser et al., eq. 13). Epsilon and v: α² = ᾱ_t = 1 - σ² (Ho et al., eq. 4).
@@ -225,9 +212,7 @@ def add_noise(
     return signal_scale * clean + noise_scale * noise
 
 
-def prediction_target(
-    clean: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor, objective: TrainingObjective
-) -> torch.Tensor:
+def prediction_target(clean: Tensor, noise: Tensor, sigmas: Tensor, objective: TrainingObjective) -> Tensor:
     """What the model should predict for the noisy sample.
 
     flow     ε - x, the velocity of the straight path (Lipman et al., eq. 23 with σ_min = 0 and reversed time)
@@ -242,14 +227,12 @@ def prediction_target(
     return signal_scale * noise - noise_scale * clean
 
 
-def timestep_index(sigmas: torch.Tensor, timesteps: int) -> torch.Tensor:
+def timestep_index(sigmas: Tensor, timesteps: int) -> Tensor:
     """The timestep (row of a table of `timesteps` rows) that each sigma falls in, as the model receives it."""
     return (sigmas.double() * timesteps).floor().long().clamp(0, timesteps - 1)
 
 
-def _coefficients(
-    like: torch.Tensor, sigmas: torch.Tensor, objective: TrainingObjective
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _coefficients(like: Tensor, sigmas: Tensor, objective: TrainingObjective) -> tuple[Tensor, Tensor]:
     """α and σ of each sample in fp32, shaped to broadcast over `like`."""
     shape = (-1, *(1 for _ in like.shape[1:]))
     if objective.alphas_cumprod is None:

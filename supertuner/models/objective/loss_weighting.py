@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from supertuner.models.objective.diffusion import TrainingObjective
 from supertuner.models.objective.snr import snr_from_alphas_cumprod
@@ -26,7 +27,7 @@ MIN_SNR = 1e-4
 """`debiased` gives SNR 0 an infinite weight; smaller ratios count like this one, which limits the weight to 100."""
 
 
-def loss_weight(sigmas: torch.Tensor, objective: TrainingObjective) -> torch.Tensor:
+def loss_weight(sigmas: Tensor, objective: TrainingObjective) -> Tensor:
     """The weight of a sample's loss for each sigma l.
 
     cosmap      2 / (π - 2π·l + 2π·l²), the density of Esser et al., eq. 21
@@ -45,7 +46,7 @@ def loss_weight(sigmas: torch.Tensor, objective: TrainingObjective) -> torch.Ten
     return _snr_weight(snr_from_alphas_cumprod(objective.alphas_cumprod, sigmas), objective)
 
 
-def _flow_weight(sigmas: torch.Tensor, objective: TrainingObjective) -> torch.Tensor:
+def _flow_weight(sigmas: Tensor, objective: TrainingObjective) -> Tensor:
     """w · l², written without the SNR, which is infinite at l = 0. With SNR = ((1 - l) / l)²:
 
     debiased  √SNR · l² = (1 - l)·l            min_snr  min(SNR, γ) · l² = min((1 - l)², γ·l²)
@@ -55,29 +56,21 @@ def _flow_weight(sigmas: torch.Tensor, objective: TrainingObjective) -> torch.Te
     return torch.minimum((1 - sigmas).square(), objective.snr_gamma * sigmas.square())
 
 
-def _snr_weight(snr: torch.Tensor, objective: TrainingObjective) -> torch.Tensor:
+def _snr_weight(snr: Tensor, objective: TrainingObjective) -> Tensor:
     """w divided by the factor, written so that an SNR of 0 or infinity gives the limit of the expression.
 
     min_snr   epsilon: min(SNR, γ) / SNR = min(1, γ / SNR)   v: min(SNR, γ) / (SNR + 1)
     debiased  epsilon: √SNR / SNR = 1 / √SNR                 v: √SNR / (SNR + 1) = 1 / (√SNR + 1 / √SNR)
     """
-    predicts_epsilon = objective.prediction == "epsilon"
+    predicts_epsilon, gamma = objective.prediction == "epsilon", objective.snr_gamma
     if objective.weighting == "min_snr":
-        return (
-            (objective.snr_gamma / snr).clamp(max=1)
-            if predicts_epsilon
-            else snr.clamp(max=objective.snr_gamma) / (snr + 1)
-        )
+        return (gamma / snr).clamp(max=1) if predicts_epsilon else snr.clamp(max=gamma) / (snr + 1)
     return snr.clamp(min=MIN_SNR).rsqrt() if predicts_epsilon else 1 / (snr.sqrt() + snr.rsqrt())
 
 
 def per_sample_loss(
-    prediction: torch.Tensor,
-    targets: torch.Tensor,
-    weights: torch.Tensor,
-    objective: TrainingObjective,
-    mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+    prediction: Tensor, targets: Tensor, weights: Tensor, objective: TrainingObjective, mask: Tensor | None = None
+) -> Tensor:
     """The mean loss over each sample's elements times its weight: fp32, one number per sample.
 
     With a mask (one number from 0 to 1 per position, the same for all channels) it is the mean weighted by the mask, so
@@ -92,7 +85,7 @@ def per_sample_loss(
     return (loss.flatten(1) * mask_weights).sum(1) / total * weights.float()
 
 
-def pseudo_huber(error: torch.Tensor, delta: float) -> torch.Tensor:
+def pseudo_huber(error: Tensor, delta: float) -> Tensor:
     """2δ·(√(e² + δ²) - δ) (Khrapov et al.): e² for small errors, about 2δ·|e| for large ones.
 
     Computed as e² · 2δ / (√(e² + δ²) + δ): the difference would lose all digits of errors much smaller than δ.

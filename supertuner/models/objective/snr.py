@@ -111,26 +111,22 @@ def _number(config: SchedulerConfig, name: str, default: float) -> float:
     return float(value) if isinstance(value, int | float) else default
 
 
+_FLOW_SCHEDULERS = (
+    "FlowMapEulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler",
+    "FlowMatchLCMScheduler", "HeliosDMDScheduler", "HeliosScheduler", "LTXEulerAncestralRFScheduler",
+    "MiniMaxH3Scheduler", "PiflowScheduler",
+    "RFD4ProteinaScheduler",  # its time t runs from noise to data: sigma is 1 - t
+)  # fmt: skip
+_VARIANCE_EXPLODING_SCHEDULERS = (
+    "CMStochasticIterativeScheduler", "CosineDPMSolverMultistepScheduler", "EDMDPMSolverMultistepScheduler",
+    "EDMEulerScheduler", "ScoreSdeVeScheduler",
+)  # fmt: skip
 SNR_FORMULAS: Mapping[str, SnrFormula] = {
-    "FlowMapEulerDiscreteScheduler": flow_snr,
-    "FlowMatchEulerDiscreteScheduler": flow_snr,
-    "FlowMatchHeunDiscreteScheduler": flow_snr,
-    "FlowMatchLCMScheduler": flow_snr,
-    "HeliosDMDScheduler": flow_snr,
-    "HeliosScheduler": flow_snr,
-    "LTXEulerAncestralRFScheduler": flow_snr,
-    "MiniMaxH3Scheduler": flow_snr,
-    "PiflowScheduler": flow_snr,
-    "RFD4ProteinaScheduler": flow_snr,  # its time t runs from noise to data: sigma is 1 - t
-    "IPNDMScheduler": _trigflow_snr,
-    "SCMScheduler": _trigflow_snr,
+    **dict.fromkeys(_FLOW_SCHEDULERS, flow_snr),
+    **dict.fromkeys(("IPNDMScheduler", "SCMScheduler"), _trigflow_snr),
     "DDPMWuerstchenScheduler": _cosine_snr,
     "ScoreSdeVpScheduler": _vp_sde_snr,
-    "CMStochasticIterativeScheduler": _variance_exploding_snr,
-    "CosineDPMSolverMultistepScheduler": _variance_exploding_snr,
-    "EDMDPMSolverMultistepScheduler": _variance_exploding_snr,
-    "EDMEulerScheduler": _variance_exploding_snr,
-    "ScoreSdeVeScheduler": _variance_exploding_snr,
+    **dict.fromkeys(_VARIANCE_EXPLODING_SCHEDULERS, _variance_exploding_snr),
 }
 """Schedulers whose SNR is a formula. All others in diffusers have a table, or are listed below."""
 

@@ -26,7 +26,7 @@ from supertuner.models.adapters.attach import (
     trainable_state,
 )
 from supertuner.models.families.tiny_pipelines import build_pipeline
-from supertuner.models.families.wan22.tiny import TinyWan
+from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
 from supertuner.models.family_registry import load_family
 from tests.models.adapters.modules import flux, flux_output, random_tensor, wan, wan_output
 
@@ -76,7 +76,7 @@ def test_both_experts_load_into_a_wan_pipeline_and_give_the_trainers_output(
     facts: dict[str, object], preset: str, tmp_path: Path
 ) -> None:
     settings, wan22 = adapter_settings(facts, preset), load_family("wan2.2")
-    ours, theirs = build_pipeline(TinyWan(), seed=3), build_pipeline(TinyWan(), seed=3)
+    ours, theirs = build_pipeline(tiny_wan_pipeline, seed=3), build_pipeline(tiny_wan_pipeline, seed=3)
     assert isinstance(theirs, WanPipeline)
     parts = {"transformer": "high_noise", "transformer_2": "low_noise"}
     for part, name in parts.items():
@@ -85,14 +85,14 @@ def test_both_experts_load_into_a_wan_pipeline_and_give_the_trainers_output(
         save_file(*_file(trained, wan22.export_prefix[part], settings, tmp_path / f"{name}.safetensors"))
         theirs.load_lora_weights(tmp_path / f"{name}.safetensors", load_into_transformer_2=part == "transformer_2")
     for part in parts:
-        bare = wan_output(getattr(build_pipeline(TinyWan(), seed=3), part))
+        bare = wan_output(getattr(build_pipeline(tiny_wan_pipeline, seed=3), part))
         same(wan_output(getattr(theirs, part)), wan_output(getattr(ours, part)), bare)
 
 
 def test_files_of_swapped_experts_do_not_give_the_trainers_output(tmp_path: Path) -> None:
     """diffusers loads each file into the other expert without an error, so only outputs reveal a swap."""
     settings, wan22 = adapter_settings({"rank": 4}, "attention"), load_family("wan2.2")
-    ours, theirs = build_pipeline(TinyWan(), seed=3), build_pipeline(TinyWan(), seed=3)
+    ours, theirs = build_pipeline(tiny_wan_pipeline, seed=3), build_pipeline(tiny_wan_pipeline, seed=3)
     assert isinstance(theirs, WanPipeline)
     parts = {"transformer": "high_noise", "transformer_2": "low_noise"}
     for part, name in parts.items():

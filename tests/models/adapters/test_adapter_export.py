@@ -22,7 +22,7 @@ from supertuner.models.adapters.attach import (
     trainable_state,
 )
 from supertuner.models.families.tiny_pipelines import build_pipeline
-from supertuner.models.families.wan22.tiny import TinyWan
+from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
 from supertuner.models.family_registry import load_family
 from supertuner.models.spec import Expert
 from tests.models.adapters.modules import flux, flux_output, random_tensor, wan, wan_output
@@ -48,7 +48,7 @@ def test_both_experts_load_into_a_wan_pipeline_and_give_the_trainers_output(
     preset: str, alpha: float | None, tmp_path: Path
 ) -> None:
     settings, wan22 = AdapterSettings(rank=4, alpha=alpha, targets=preset), load_family("wan2.2")
-    ours, theirs = build_pipeline(TinyWan(), seed=3), build_pipeline(TinyWan(), seed=3)
+    ours, theirs = build_pipeline(tiny_wan_pipeline, seed=3), build_pipeline(tiny_wan_pipeline, seed=3)
     assert isinstance(theirs, WanPipeline)
     experts = (
         Expert("high_noise", "transformer", sigma_min=0.875),
@@ -64,7 +64,7 @@ def test_both_experts_load_into_a_wan_pipeline_and_give_the_trainers_output(
         second = expert.component == "transformer_2"
         theirs.load_lora_weights(tmp_path / f"{expert.name}.safetensors", load_into_transformer_2=second)
     for expert in experts:
-        bare = wan_output(getattr(build_pipeline(TinyWan(), seed=3), expert.component))
+        bare = wan_output(getattr(build_pipeline(tiny_wan_pipeline, seed=3), expert.component))
         same(wan_output(getattr(theirs, expert.component)), wan_output(getattr(ours, expert.component)), bare)
 
 

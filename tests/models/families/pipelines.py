@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from supertuner.models.families.flux.tiny import TinyFlux
-from supertuner.models.families.qwen_image.tiny import TinyQwen
+from supertuner.models.families.flux.family import tiny_flux_pipeline
+from supertuner.models.families.qwen_image.tiny import tiny_qwen_pipeline
 from supertuner.models.families.qwen_image_edit import family as qwen_image_edit
-from supertuner.models.families.sd35.tiny import TinySd35
-from supertuner.models.families.sdxl.tiny import TinySdxl
+from supertuner.models.families.sd35.family import tiny_sd35_pipeline
+from supertuner.models.families.sdxl.family import tiny_sdxl_pipeline
 from supertuner.models.families.tiny_pipelines import build_pipeline
-from supertuner.models.families.wan22.tiny import TinyWan
+from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
 from supertuner.models.family_registry import load_family
 from supertuner.models.spec import Family, ImageTextEncoder, ModelDescription, ModelSource, Tensors, TextEncoder
 
@@ -87,43 +88,57 @@ class SingleImageTextEncoder:
 
 
 CASES = (
-    FamilyCase("wan-t2v", "wan2.2", lambda seed: build_pipeline(TinyWan(), seed), (3, 5, 32, 48)),
-    FamilyCase("wan-one-expert", "wan2.2", lambda seed: build_pipeline(TinyWan(experts=1), seed), (3, 1, 32, 48)),
-    FamilyCase("wan-i2v", "wan2.2", lambda seed: build_pipeline(TinyWan(kind="i2v"), seed), (3, 5, 32, 48)),
-    FamilyCase("wan-5b", "wan2.2", lambda seed: build_pipeline(TinyWan(kind="ti2v"), seed), (3, 5, 32, 64)),
-    FamilyCase("flux-dev", "flux", lambda seed: build_pipeline(TinyFlux(), seed), (3, 32, 48)),
-    FamilyCase("flux-schnell", "flux", lambda seed: build_pipeline(TinyFlux(guidance=False), seed), (3, 32, 48)),
+    FamilyCase("wan-t2v", "wan2.2", partial(build_pipeline, tiny_wan_pipeline), (3, 5, 32, 48)),
+    FamilyCase(
+        "wan-one-expert",
+        "wan2.2",
+        partial(build_pipeline, partial(tiny_wan_pipeline, experts=1)),
+        (3, 1, 32, 48),
+    ),
+    FamilyCase("wan-i2v", "wan2.2", partial(build_pipeline, partial(tiny_wan_pipeline, kind="i2v")), (3, 5, 32, 48)),
+    FamilyCase("wan-5b", "wan2.2", partial(build_pipeline, partial(tiny_wan_pipeline, kind="ti2v")), (3, 5, 32, 64)),
+    FamilyCase("flux-dev", "flux", partial(build_pipeline, tiny_flux_pipeline), (3, 32, 48)),
+    FamilyCase(
+        "flux-schnell",
+        "flux",
+        partial(build_pipeline, partial(tiny_flux_pipeline, guidance=False)),
+        (3, 32, 48),
+    ),
     FamilyCase(
         "qwen-image",
         "qwen-image",
-        lambda seed: build_pipeline(TinyQwen(), seed),
+        partial(build_pipeline, tiny_qwen_pipeline),
         (3, 32, 48),
         without_gradient=LAST_BLOCK_TEXT_LAYERS,
     ),
     FamilyCase(
         "sd3.5",
         "sd3.5",
-        lambda seed: build_pipeline(TinySd35(), seed),
+        partial(build_pipeline, tiny_sd35_pipeline),
         (3, 32, 48),
         without_gradient=TEXT_QUERIES,
     ),
     FamilyCase(
         "sd3",
         "sd3.5",
-        lambda seed: build_pipeline(TinySd35("3"), seed),
+        partial(build_pipeline, partial(tiny_sd35_pipeline, "3")),
         (3, 32, 48),
         without_gradient=TEXT_QUERIES,
     ),
-    FamilyCase("sdxl", "sdxl", lambda seed: build_pipeline(TinySdxl(), seed), (3, 32, 48), **UNET_OPTIONS),
-    FamilyCase("sdxl-v", "sdxl", lambda seed: build_pipeline(TinySdxl("v"), seed), (3, 40, 48), **UNET_OPTIONS),
+    FamilyCase("sdxl", "sdxl", partial(build_pipeline, tiny_sdxl_pipeline), (3, 32, 48), **UNET_OPTIONS),
+    FamilyCase(
+        "sdxl-v",
+        "sdxl",
+        partial(build_pipeline, partial(tiny_sdxl_pipeline, "v")),
+        (3, 40, 48),
+        **UNET_OPTIONS,
+    ),
 )
 
 EDIT_CASE = FamilyCase(
     "qwen-image-edit",
     "qwen-image-edit",
-    lambda seed: SimpleNamespace(
-        save_pretrained=lambda folder: qwen_image_edit.write_pipeline(TinyQwen(), folder, seed)
-    ),
+    lambda seed: SimpleNamespace(save_pretrained=lambda folder: qwen_image_edit.write_pipeline(folder, seed)),
     (3, 32, 48),
     without_gradient=LAST_BLOCK_TEXT_LAYERS,
 )

@@ -80,7 +80,7 @@ def test_an_exported_adapter_gives_the_trainers_samples(written: WrittenPipeline
         loaded.load_lora_weights(tmp_path / f"{expert.name}.safetensors", adapter_name=expert.name, **second)
     run(loaded, written, request.inference_steps, request.image, **options)
     sampler: Any = family.build_sampler(model, parts, CPU, torch.float32)
-    own = DecodedOutputs(sampler._pipeline.vae)
+    own = DecodedOutputs(sampler.pipeline.vae)
     sampler.sample(request)
     ours, theirs = own.take(), decoded.take()
     assert (ours - bare).abs().max() > 1e-2, "the adapter does something"

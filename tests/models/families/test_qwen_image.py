@@ -15,7 +15,7 @@ from diffusers import QwenImagePipeline
 from supertuner.core.errors import ModelError
 from supertuner.models.families.qwen_image.encoders import TEXT_TO_IMAGE
 from supertuner.models.families.qwen_image.family import FAMILY, scheduler_shift
-from supertuner.models.families.qwen_image.tiny import TinyQwen
+from supertuner.models.families.qwen_image.tiny import tiny_qwen_pipeline
 from supertuner.models.families.tiny_pipelines import build_pipeline
 from supertuner.models.spec import ModelSource, SampleRequest
 
@@ -26,7 +26,7 @@ CAPTIONS = ["a red circle", "", "the color of the background {is} 猫, and the s
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen") / "pipeline"
-    build_pipeline(TinyQwen(), seed=0).save_pretrained(path)
+    build_pipeline(tiny_qwen_pipeline, seed=0).save_pretrained(path)
     return path
 
 
@@ -69,7 +69,7 @@ def test_padding_does_not_change_the_prediction(folder: Path) -> None:
 
 
 def test_the_template_is_the_pipelines_and_has_its_real_length_with_the_tiny_tokenizer() -> None:
-    pipeline = build_pipeline(TinyQwen(), seed=0)
+    pipeline = build_pipeline(tiny_qwen_pipeline, seed=0)
     assert pipeline.prompt_template_encode == TEXT_TO_IMAGE.template
     assert pipeline.prompt_template_encode_start_idx == TEXT_TO_IMAGE.prefix_tokens
     kept = pipeline.tokenizer(TEXT_TO_IMAGE.with_caption("a")).input_ids[TEXT_TO_IMAGE.prefix_tokens :]

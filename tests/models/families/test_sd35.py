@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from supertuner.core.errors import ModelError
 from supertuner.models.attention import require_backend_support
-from supertuner.models.families.sd35.tiny import TinySd35
+from supertuner.models.families.sd35.family import tiny_sd35_pipeline
 from supertuner.models.families.tiny_pipelines import write_pipeline
 from supertuner.models.family_registry import load_family
 from supertuner.models.spec import ModelDescription, ModelSource
@@ -22,7 +23,7 @@ SD35 = load_family("sd3.5")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_pipeline(TinySd35(), tmp_path / "sd35", 0)
+    write_pipeline(tiny_sd35_pipeline, tmp_path / "sd35", 0)
     return tmp_path / "sd35"
 
 
@@ -48,7 +49,7 @@ def test_an_image_beyond_the_models_positions_gets_a_reason(model: ModelDescript
 
 
 def test_the_title_names_the_version(model: ModelDescription, tmp_path: Path) -> None:
-    write_pipeline(TinySd35("3"), tmp_path / "sd3", 0)
+    write_pipeline(partial(tiny_sd35_pipeline, "3"), tmp_path / "sd3", 0)
     assert (model.title, SD35.read_model(ModelSource(str(tmp_path / "sd3"))).title) == (
         "Stable Diffusion 3.5",
         "Stable Diffusion 3",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from diffusers import DDPMScheduler, StableDiffusionXLPipeline
 from supertuner.config.settings.model import ObjectiveSettings
 from supertuner.core.errors import ModelError
 from supertuner.models.attention import require_backend_support
-from supertuner.models.families.sdxl.tiny import TinySdxl
+from supertuner.models.families.sdxl.family import tiny_sdxl_pipeline
 from supertuner.models.families.tiny_pipelines import write_pipeline
 from supertuner.models.family_registry import load_family
 from supertuner.models.objective.diffusion import add_noise, prediction_target
@@ -28,13 +29,13 @@ SDXL = load_family("sdxl")
 @pytest.fixture(scope="module", params=["epsilon", "v"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelDescription:
     folder = tmp_path_factory.mktemp("sdxl") / request.param
-    write_pipeline(TinySdxl(request.param), folder, 0)
+    write_pipeline(partial(tiny_sdxl_pipeline, request.param), folder, 0)
     return SDXL.read_model(ModelSource(str(folder)))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_pipeline(TinySdxl(), tmp_path / "sdxl", 0)
+    write_pipeline(tiny_sdxl_pipeline, tmp_path / "sdxl", 0)
     return tmp_path / "sdxl"
 
 

@@ -13,8 +13,6 @@ from diffusers import WanImageToVideoPipeline, WanPipeline
 
 from supertuner.core.errors import ModelError
 from supertuner.core.types import MediaKind
-from supertuner.models.families.tiny_pipelines import write_pipeline
-from supertuner.models.families.wan22.tiny import TinyWan
 from supertuner.models.family_registry import load_family
 from supertuner.models.spec import ModelSource
 from tests.models.families.pipelines import CASES, WrittenPipeline
@@ -128,16 +126,6 @@ def test_padding_is_zero_and_is_not_stored(tiny_wan: ModelSource) -> None:
     padded = WAN.pad_text(model, texts)["embeds"]
     assert padded.shape == (3, 512, 16)
     assert not padded[0, 1:].any() and not padded[1, 4:].any() and torch.equal(padded[2], texts[2]["embeds"])
-
-
-def test_a_tiny_pipeline_can_have_other_sizes(tmp_path: Path) -> None:
-    mean, std = tuple(range(16)), (2.0,) * 16
-    sizes = TinyWan(layers=3, heads=4, ffn_dim=64, text_width=24, vae_width=4, latents_mean=mean, latents_std=std)
-    write_pipeline(sizes, tmp_path / "other", seed=5)
-    pipeline = WanPipeline.from_pretrained(tmp_path / "other")
-    assert len(pipeline.transformer_2.blocks) == 3 and pipeline.vae.config.latents_mean == list(mean)
-    assert pipeline.config.boundary_ratio == 0.875 and pipeline.vae.config.latents_std == list(std)
-    assert WAN.read_model(ModelSource(str(tmp_path / "other"))).shift == 3.0
 
 
 def test_the_tiny_tokenizer_gives_different_captions_different_tokens(tiny_wan: ModelSource) -> None:

@@ -14,7 +14,7 @@ from supertuner.core.errors import ModelError
 from supertuner.models.adapters.attach import attach, export_tensors, load_trainable_state, trainable_state
 from supertuner.models.adapters.merge import _merge_with_lycoris, merged_weight
 from supertuner.models.families.tiny_pipelines import build_pipeline
-from supertuner.models.families.wan22.tiny import TinyWan
+from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
 from supertuner.train.export.adapter_files import open_adapter, with_expert
 from supertuner.train.export.adapter_merge import merge_adapters
 from tests.models.adapters.modules import random_tensor, wan_output
@@ -25,14 +25,14 @@ TARGETS = ("to_q", "ffn.net.2", "patch_embedding")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base") / "wan"
-    build_pipeline(TinyWan(), seed=3).save_pretrained(folder)
+    build_pipeline(tiny_wan_pipeline, seed=3).save_pretrained(folder)
     return folder
 
 
 def adapter(folder: Path, expert: str, settings: AdapterSettings) -> tuple[Path, torch.Tensor]:
     """(the adapter file of one expert as the trainer exports it, the output of the expert with that adapter)."""
     part = {"high_noise": "transformer", "low_noise": "transformer_2"}[expert]
-    trained = attach(getattr(build_pipeline(TinyWan(), seed=3), part), settings, TARGETS, seed=1, name=expert)
+    trained = attach(getattr(build_pipeline(tiny_wan_pipeline, seed=3), part), settings, TARGETS, seed=1, name=expert)
     load_trainable_state(
         trained,
         {name: tensor + 0.1 * random_tensor(*tensor.shape) for name, tensor in trainable_state(trained).items()},

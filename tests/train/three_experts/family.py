@@ -17,7 +17,7 @@ from supertuner.core.types import MediaKind
 from supertuner.models import loading
 from supertuner.models.families.tiny_pipelines import build_pipeline, write_pipeline
 from supertuner.models.families.wan22.family import FAMILY as WAN
-from supertuner.models.families.wan22.tiny import TinyWan
+from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
 from supertuner.models.pipeline_files import INDEX_NAME, read_component_configs, read_index
 from supertuner.models.spec import Expert, ModelDescription, ModelSource, SampleRequest
 
@@ -77,8 +77,8 @@ def build_sampler(
 
 
 def write_tiny_pipeline(folder: Path, seed: int) -> None:
-    write_pipeline(TinyWan(), folder, seed)
-    build_pipeline(TinyWan(), seed + 1).transformer.save_pretrained(folder / "transformer_3")
+    write_pipeline(tiny_wan_pipeline, folder, seed)
+    build_pipeline(tiny_wan_pipeline, seed + 1).transformer.save_pretrained(folder / "transformer_3")
     index = json.loads((folder / INDEX_NAME).read_text())
     index |= {"_class_name": "ThreeStagePipeline", "transformer_3": index["transformer_2"]}
     (folder / INDEX_NAME).write_text(json.dumps(index))

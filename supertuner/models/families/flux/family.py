@@ -6,21 +6,13 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import nn
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from torch import Tensor, nn
 
 from supertuner.models.adapters.targets import JOINT_ATTENTION, target_presets
-from supertuner.models.families.flux.tiny import TinyFlux
-from supertuner.models.families.image_common import (
-    PATCH_SIZE,
-    ImageFamily,
-    ImageSampling,
-    build_sampler,
-    image_model,
-    pack_latents,
-    unpack_latents,
-)
+from supertuner.models.families import image_common, tiny_pipelines
+from supertuner.models.families.sampling_common import PipelineOptions, build_sampler
 from supertuner.models.families.text_common import CaptionEncoder, load_text_towers
-from supertuner.models.families.tiny_pipelines import write_pipeline
 from supertuner.models.pipeline_files import largest_shift, read_pipeline
 from supertuner.models.spec import ModelDescription, ModelSource, SampleRequest, Tensors
 
@@ -37,7 +29,7 @@ def read_model(source: ModelSource) -> ModelDescription:
     source, configs = read_pipeline(source, NAME, COMPONENTS)
     distilled = configs["transformer"].get("guidance_embeds")
     title = f"Flux, {'guidance is an input' if distilled else 'without guidance'}"
-    return image_model(source, configs, title=title, shift=largest_shift(source, configs, 1.15))
+    return image_common.image_model(source, configs, title=title, shift=largest_shift(source, configs, 1.15))
 
 
 def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> CaptionEncoder:
@@ -58,18 +50,13 @@ def build_text_encoder(model: ModelDescription, device: torch.device, dtype: tor
 
 
 def denoise(
-    model: ModelDescription,
-    module: nn.Module,
-    noisy: torch.Tensor,
-    sigmas: torch.Tensor,
-    text: Tensors,
-    conditions: Tensors,
-) -> torch.Tensor:
+    model: ModelDescription, module: nn.Module, noisy: Tensor, sigmas: Tensor, text: Tensors, conditions: Tensors
+) -> Tensor:
     """Calls the transformer as the pipeline does: packed tokens, their coordinates, and sigmas without a factor."""
     embeds = text["embeds"]
     has_guidance_input = bool(model.configs["transformer"].get("guidance_embeds"))
     predicted = module(
-        hidden_states=pack_latents(noisy),
+        hidden_states=image_common.pack_latents(noisy),
         timestep=sigmas,
         guidance=torch.full_like(sigmas, TRAINING_GUIDANCE) if has_guidance_input else None,
         pooled_projections=text["pooled"],
@@ -78,36 +65,65 @@ def denoise(
         img_ids=token_coordinates(noisy.shape, noisy.device),
         return_dict=False,
     )[0]
-    return unpack_latents(predicted, noisy.shape)
+    return image_common.unpack_latents(predicted, noisy.shape)
 
 
-def token_coordinates(shape: torch.Size, device: torch.device) -> torch.Tensor:
+def token_coordinates(shape: torch.Size, device: torch.device) -> Tensor:
     """(0, row, column) of each token."""
-    rows, columns = shape[-2] // PATCH_SIZE, shape[-1] // PATCH_SIZE
+    rows, columns = shape[-2] // image_common.PATCH_SIZE, shape[-1] // image_common.PATCH_SIZE
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     coordinates = torch.stack([torch.zeros_like(row), row, column], dim=-1)
     return coordinates.reshape(-1, 3).to(device, torch.float32)
 
 
-def _unpack_sample(pipeline: Any, packed: torch.Tensor, request: SampleRequest) -> torch.Tensor:
-    latents: torch.Tensor = pipeline._unpack_latents(packed, request.height, request.width, pipeline.vae_scale_factor)
-    return latents
+def _call_arguments(model: ModelDescription, request: SampleRequest) -> dict[str, Any]:
+    """Flux is distilled: its pipeline takes no negative prompt."""
+    return {"guidance_scale": request.guidance_scale, "output_type": "latent"}
+
+
+def _decode_sample(pipeline: Any, output: Any, request: SampleRequest) -> Any:
+    sizes = (request.height, request.width, pipeline.vae_scale_factor)
+    return image_common.decode_image(pipeline, pipeline._unpack_latents(output.images, *sizes))
+
+
+PIPELINE: Final = PipelineOptions(image_common.unsupported_reason, _call_arguments, _decode_sample)
+
+
+def tiny_flux_pipeline(guidance: bool = True) -> FluxPipeline:
+    """`guidance`: whether guidance is an input of the transformer, as in Flux dev; schnell has none."""
+    clip, t5 = tiny_pipelines.byte_tokenizer(), tiny_pipelines.unigram_tokenizer()
+    return FluxPipeline(
+        tokenizer=clip,
+        tokenizer_2=t5,
+        text_encoder=tiny_pipelines.clip_encoder(clip, 16, layers=1),
+        text_encoder_2=tiny_pipelines.t5_encoder(len(t5), 16),
+        vae=tiny_pipelines.tiny_image_vae(channels=16, scaling_factor=0.3611, shift_factor=0.1159),
+        transformer=FluxTransformer2DModel(
+            in_channels=64,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            pooled_projection_dim=16,
+            guidance_embeds=guidance,
+            axes_dims_rope=(4, 6, 6),
+        ).eval(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0 if guidance else 1.0, use_dynamic_shifting=guidance),
+    )
 
 
 _MLP: Final = ("net.0.proj", "net.2", "proj_mlp", "proj_out")
 _OTHER_LINEAR: Final = ("x_embedder", "context_embedder", "linear_1", "linear_2", "linear")
 """Embedders, and the layers that modulate norms. schnell has one embedder less, so they are named by their endings."""
 
-FAMILY: Final = ImageFamily(
+FAMILY: Final = image_common.ImageFamily(
     name=NAME,
     modelspec_architecture="flux-1",
     read_model=read_model,
     build_text_encoder=build_text_encoder,
     denoise=denoise,
-    # Flux is distilled: its pipeline takes no negative prompt.
-    build_sampler=partial(
-        build_sampler, sampling=ImageSampling(call_arguments=lambda _request: {}, unpack_latents=_unpack_sample)
-    ),
+    build_sampler=partial(build_sampler, options=PIPELINE),
     target_presets=target_presets(JOINT_ATTENTION, _MLP, _OTHER_LINEAR),
-    write_tiny_pipeline=partial(write_pipeline, TinyFlux()),
+    write_tiny_pipeline=partial(tiny_pipelines.write_pipeline, tiny_flux_pipeline),
 )

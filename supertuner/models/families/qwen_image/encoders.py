@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from supertuner.models import loading
+from supertuner.models.families.image_common import ImageVaeEncoder
 from supertuner.models.families.text_common import CaptionEncoder, load_text_towers
 from supertuner.models.spec import ModelDescription, Tensors
 
@@ -46,24 +47,20 @@ IMAGE_EDIT: Final = PromptTemplate(
 )
 
 
-class QwenMediaEncoder:
+def latent_mean_and_std(vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each channel of a VAE for videos, shaped to broadcast over BCFHW."""
+    mean, std = (
+        torch.tensor(values, device=vae.device) for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)
+
+
+class QwenMediaEncoder(ImageVaeEncoder):
     """Encodes an image as a video of one frame, because the VAE is made for videos; latents have no frames."""
 
-    def __init__(self, vae: Any, device: torch.device) -> None:
-        self._vae = vae.to(device)
-        self._device = device
-        shape = (1, vae.config.z_dim, 1, 1, 1)
-        self._mean = torch.tensor(vae.config.latents_mean, device=device).view(shape)
-        self._std = torch.tensor(vae.config.latents_std, device=device).view(shape)
-
-    @torch.no_grad()
-    def encode(self, media: torch.Tensor) -> Tensors:
-        return {"latents": torch.cat([self._encode_one(image) for image in media.unbind()]).cpu()}
-
-    def _encode_one(self, image: torch.Tensor) -> torch.Tensor:
-        pixels = image[None, :, None].to(self._device, torch.float32) / 255.0 * 2.0 - 1.0
-        mode = self._vae.encode(pixels).latent_dist.mode()
-        latents: torch.Tensor = (mode - self._mean) / self._std
+    def _encode_one(self, pixels: torch.Tensor) -> torch.Tensor:
+        mean, std = latent_mean_and_std(self._vae)
+        latents: torch.Tensor = (self._vae.encode(pixels[:, :, None]).latent_dist.mode() - mean) / std
         return latents[:, :, 0]
 
 
@@ -83,11 +80,8 @@ def build_text_encoder(model: ModelDescription, device: torch.device, dtype: tor
 
     def encode(caption: str) -> Tensors:
         tokens = tower.tokenizer([TEXT_TO_IMAGE.with_caption(caption)], return_tensors="pt", verbose=False)
-        hidden = last_hidden_state(
-            tower.encoder,
-            input_ids=tokens.input_ids[:, :end].to(device),
-            attention_mask=tokens.attention_mask[:, :end].to(device),
-        )
+        ids, mask = tokens.input_ids[:, :end].to(device), tokens.attention_mask[:, :end].to(device)
+        hidden = last_hidden_state(tower.encoder, input_ids=ids, attention_mask=mask)
         return {"embeds": hidden[0, start:].cpu().clone()}
 
     return CaptionEncoder([tower], encode, lambda caption: tower.exceeds(TEXT_TO_IMAGE.with_caption(caption), end))

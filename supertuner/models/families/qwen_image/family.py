@@ -7,35 +7,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-import diffusers
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from supertuner.core.errors import ModelError
 from supertuner.models.adapters.targets import JOINT_ATTENTION, target_presets
-from supertuner.models.families.image_common import (
-    PATCH_SIZE,
-    ImageFamily,
-    image_model,
-    image_request_problem,
-    pack_latents,
-    unpack_latents,
-)
-from supertuner.models.families.qwen_image.encoders import (
-    TEXT_TO_IMAGE,
-    build_media_encoder,
-    build_text_encoder,
-    pad_text,
-)
-from supertuner.models.families.qwen_image.tiny import TinyQwen
-from supertuner.models.families.sampling_common import (
-    eval_with_autocast,
-    pipeline_components,
-    require_possible,
-    to_uint8,
-)
+from supertuner.models.families import image_common
+from supertuner.models.families.qwen_image import encoders
+from supertuner.models.families.qwen_image.tiny import tiny_qwen_pipeline
+from supertuner.models.families.sampling_common import PipelineOptions, build_sampler
 from supertuner.models.families.tiny_pipelines import write_pipeline
 from supertuner.models.pipeline_files import ConfigDict, positive_number, read_pipeline
 from supertuner.models.spec import ModelDescription, ModelSource, SampleRequest, Tensors
@@ -49,7 +28,7 @@ REFERENCE_TOKENS: Final = 4096
 def read_model(source: ModelSource) -> ModelDescription:
     source, configs = read_pipeline(source, NAME, COMPONENTS)
     require_supported(source, configs)
-    return image_model(source, configs, title="Qwen-Image", shift=scheduler_shift(source, configs))
+    return image_common.image_model(source, configs, title="Qwen-Image", shift=scheduler_shift(source, configs))
 
 
 def require_supported(source: ModelSource, configs: Mapping[str, ConfigDict]) -> None:
@@ -72,21 +51,16 @@ def scheduler_shift(source: ModelSource, configs: Mapping[str, ConfigDict]) -> f
 
 
 def denoise(
-    model: ModelDescription,
-    module: nn.Module,
-    noisy: torch.Tensor,
-    sigmas: torch.Tensor,
-    text: Tensors,
-    conditions: Tensors,
-) -> torch.Tensor:
+    model: ModelDescription, module: nn.Module, noisy: Tensor, sigmas: Tensor, text: Tensors, conditions: Tensors
+) -> Tensor:
     """Calls the transformer as the pipeline does: packed tokens, their grid, and sigmas without a factor."""
-    return unpack_latents(
-        predict_tokens(module, pack_latents(noisy), [token_grid(noisy.shape)], sigmas, text), noisy.shape
-    )
+    packed = image_common.pack_latents(noisy)
+    predicted = predict_tokens(module, packed, [token_grid(noisy.shape)], sigmas, text)
+    return image_common.unpack_latents(predicted, noisy.shape)
 
 
 def predict_tokens(
-    module: nn.Module, packed: torch.Tensor, grids: Sequence[tuple[int, int, int]], sigmas: torch.Tensor, text: Tensors
+    module: nn.Module, packed: Tensor, grids: Sequence[tuple[int, int, int]], sigmas: Tensor, text: Tensors
 ) -> Any:
     """The prediction for the tokens of one or more images per sample, concatenated, with these grids."""
     return module(
@@ -103,51 +77,24 @@ def predict_tokens(
 
 def token_grid(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Frames, rows and columns of tokens of latents of this shape (… H W)."""
-    return 1, shape[-2] // PATCH_SIZE, shape[-1] // PATCH_SIZE
+    return 1, shape[-2] // image_common.PATCH_SIZE, shape[-1] // image_common.PATCH_SIZE
 
 
-class QwenSampler:
-    """Samples through the diffusers pipeline. Guidance is a second prediction for the negative prompt; the pipeline
-    rescales the result to the norm of the first prediction."""
-
-    def __init__(self, model: ModelDescription, pipeline: Any, device: torch.device, dtype: torch.dtype) -> None:
-        self._model, self._pipeline, self._device, self._dtype = model, pipeline, device, dtype
-        pipeline.set_progress_bar_config(disable=True)
-
-    @torch.no_grad()
-    def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
-        problem = image_request_problem(self._model, request)
-        require_possible(request, problem or too_few_steps_reason(self._pipeline.scheduler, request))
-        guided = request.guidance_scale > 1
-        with eval_with_autocast([self._pipeline.transformer], self._device, self._dtype):
-            images = self._pipeline(
-                prompt=request.prompt,
-                negative_prompt=request.negative_prompt if guided else None,
-                true_cfg_scale=request.guidance_scale,
-                height=request.height,
-                width=request.width,
-                num_inference_steps=request.inference_steps,
-                generator=torch.Generator().manual_seed(request.seed),
-                max_sequence_length=TEXT_TO_IMAGE.max_caption_tokens,
-                output_type="np",
-            ).images
-        return to_uint8(images)
+def _call_arguments(model: ModelDescription, request: SampleRequest) -> dict[str, Any]:
+    """Guidance is a second prediction for the negative prompt; the pipeline rescales the result to the norm of the
+    first prediction."""
+    return {
+        "negative_prompt": request.negative_prompt if request.guidance_scale > 1 else None,
+        "true_cfg_scale": request.guidance_scale,
+        "max_sequence_length": encoders.TEXT_TO_IMAGE.max_caption_tokens,
+        "output_type": "np",
+    }
 
 
-def too_few_steps_reason(scheduler: Any, request: SampleRequest) -> str | None:
-    """A scheduler with `shift_terminal` moves its last sigma there and scales the others, which needs at least two."""
-    if request.inference_steps > 1 or not scheduler.config.shift_terminal:
-        return None
-    return f"inference_steps is {request.inference_steps}, and this model's scheduler needs at least 2"
-
-
-def build_sampler(
-    model: ModelDescription, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype
-) -> QwenSampler:
-    """The pipeline around `modules`; other components are loaded. Its VAE decodes in fp32."""
-    pipeline = diffusers.QwenImagePipeline(**pipeline_components(model, modules, device, dtype))
-    return QwenSampler(model, pipeline, device, dtype)
-
+PIPELINE: Final = PipelineOptions(
+    image_common.unsupported_reason, _call_arguments, lambda _pipeline, output, _request: output.images
+)
+"""The VAE decodes in fp32."""
 
 _MLP: Final = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 _OTHER_LINEAR: Final = (
@@ -155,14 +102,14 @@ _OTHER_LINEAR: Final = (
 )  # fmt: skip
 """Layers that modulate norms, embedders, and the last layers."""
 
-FAMILY: Final = ImageFamily(
+FAMILY: Final = image_common.ImageFamily(
     name=NAME,
     read_model=read_model,
-    build_media_encoder=build_media_encoder,
-    build_text_encoder=build_text_encoder,
+    build_media_encoder=encoders.build_media_encoder,
+    build_text_encoder=encoders.build_text_encoder,
     denoise=denoise,
-    pad_text=pad_text,
-    build_sampler=build_sampler,
+    pad_text=encoders.pad_text,
+    build_sampler=partial(build_sampler, options=PIPELINE),
     target_presets=target_presets(JOINT_ATTENTION, _MLP, _OTHER_LINEAR),
-    write_tiny_pipeline=partial(write_pipeline, TinyQwen()),
+    write_tiny_pipeline=partial(write_pipeline, tiny_qwen_pipeline),
 )

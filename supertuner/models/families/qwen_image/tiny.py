@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final
 
-from diffusers import (
-    AutoencoderKLQwenImage,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-)
+import diffusers
 from tokenizers import pre_tokenizers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
@@ -21,39 +15,29 @@ SPECIAL_TOKENS: Final = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
     "<|video_pad|>",
 )  # fmt: skip
-HEAD_DIM: Final = 8
+TEXT_WIDTH: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
-class TinyQwen:
-    layers: int = 2
-    heads: int = 2
-    text_width: int = 16
-    vae_width: int = 8
-
-    def assemble(self) -> QwenImagePipeline:
-        tokenizer = build_tokenizer()
-        return QwenImagePipeline(
-            tokenizer=tokenizer,
-            text_encoder=build_vision_language_encoder(tokenizer, self.text_width),
-            vae=AutoencoderKLQwenImage(base_dim=self.vae_width, dim_mult=[1, 1, 1, 1], num_res_blocks=1).eval(),
-            transformer=self._transformer(),
-            scheduler=FlowMatchEulerDiscreteScheduler(  # as published with Qwen-Image
-                base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02, use_dynamic_shifting=True
-            ),
-        )
-
-    def _transformer(self) -> QwenImageTransformer2DModel:
-        return QwenImageTransformer2DModel(
-            num_layers=self.layers,
+def tiny_qwen_pipeline() -> diffusers.QwenImagePipeline:
+    tokenizer = _tokenizer()
+    return diffusers.QwenImagePipeline(
+        tokenizer=tokenizer,
+        text_encoder=_vision_language_encoder(tokenizer),
+        vae=diffusers.AutoencoderKLQwenImage(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1).eval(),
+        transformer=diffusers.QwenImageTransformer2DModel(
+            num_layers=2,
             attention_head_dim=16,
-            num_attention_heads=self.heads,
-            joint_attention_dim=self.text_width,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_WIDTH,
             axes_dims_rope=(4, 6, 6),
-        ).eval()
+        ).eval(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(  # as published with Qwen-Image
+            base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02, use_dynamic_shifting=True
+        ),
+    )
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
+def _tokenizer() -> Qwen2Tokenizer:
     """Every word of the prompt templates is one token, as in the real tokenizer, so the templates have their real
     lengths. Other words become pieces of these words, or bytes."""
     ids = {piece: index for index, piece in enumerate((*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())))}
@@ -70,30 +54,23 @@ def build_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def build_vision_language_encoder(tokenizer: Qwen2Tokenizer, width: int) -> Qwen2_5_VLForConditionalGeneration:
+def _vision_language_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     text = {
         "vocab_size": len(tokenizer),
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
+        "hidden_size": TEXT_WIDTH,
+        "intermediate_size": 32,
         "num_hidden_layers": 1,
-        "num_attention_heads": width // HEAD_DIM,
+        "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e6},
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": None,
     }
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": width,
-        "fullatt_block_indexes": [0],
-    }
-    token_names = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
-    token_names |= {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
-    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in token_names.items()}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "fullatt_block_indexes": [0]}
+    vision["out_hidden_size"] = TEXT_WIDTH
+    tokens = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in tokens.items()}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
     return Qwen2_5_VLForConditionalGeneration(config).eval()
 

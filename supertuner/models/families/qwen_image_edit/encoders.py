@@ -37,10 +37,8 @@ class QwenEditProcessor:
     def __call__(self, text: Sequence[str], images: Any, padding: bool = True, return_tensors: str = "pt") -> Any:
         image_inputs = self._image_processor(images=images, return_tensors=return_tensors)
         token_counts = (image_inputs["image_grid_thw"].prod(dim=1) // self._image_processor.merge_size**2).tolist()
-        prompts = [
-            prompt.replace(IMAGE_PAD_TOKEN, IMAGE_PAD_TOKEN * count)
-            for prompt, count in zip(text, token_counts, strict=True)
-        ]
+        pairs = zip(text, token_counts, strict=True)
+        prompts = [prompt.replace(IMAGE_PAD_TOKEN, IMAGE_PAD_TOKEN * count) for prompt, count in pairs]
         tokens = self._tokenizer(prompts, padding=padding, return_tensors=return_tensors, verbose=False)
         return BatchFeature({**tokens, **image_inputs})
 
@@ -79,11 +77,8 @@ class WeightlessEditTextEncoder(QwenEditTextEncoder):
     def _hidden_states(self, caption: str, image_CHW: torch.Tensor) -> torch.Tensor:
         rows, columns = (round(side / PIXELS_PER_TOKEN_SIDE) for side in image_CHW.shape[1:])
         tokens = self._processor([IMAGE_EDIT.with_caption(caption)], max_length=self._processor.tokens + rows * columns)
-        return last_hidden_state(
-            self._encoder,
-            input_ids=tokens.input_ids.to(self._device),
-            attention_mask=tokens.attention_mask.to(self._device),
-        )
+        ids, mask = tokens.input_ids.to(self._device), tokens.attention_mask.to(self._device)
+        return last_hidden_state(self._encoder, input_ids=ids, attention_mask=mask)
 
 
 def load_processor(model: ModelDescription) -> QwenEditProcessor:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Qwen2VLImageProcessorPil
 
 from supertuner.core.errors import ModelError
 from supertuner.models import pipeline_files
 from supertuner.models.families.image_common import image_model, pack_latents, unpack_latents
 from supertuner.models.families.qwen_image import family as qwen_image
-from supertuner.models.families.qwen_image.tiny import TinyQwen
+from supertuner.models.families.qwen_image.tiny import tiny_qwen_pipeline
 from supertuner.models.families.qwen_image_edit.encoders import build_text_encoder
 from supertuner.models.families.qwen_image_edit.sampler import QwenEditSampler
 from supertuner.models.families.sampling_common import pipeline_components
@@ -44,13 +43,8 @@ def text_files(model: ModelDescription) -> Sequence[Path]:
 
 
 def denoise(
-    model: ModelDescription,
-    module: nn.Module,
-    noisy: torch.Tensor,
-    sigmas: torch.Tensor,
-    text: Tensors,
-    conditions: Tensors,
-) -> torch.Tensor:
+    model: ModelDescription, module: nn.Module, noisy: Tensor, sigmas: Tensor, text: Tensors, conditions: Tensors
+) -> Tensor:
     """Calls the transformer as the pipeline does: the reference image's tokens follow those of the noisy latents, and
     the predictions for them are dropped."""
     reference = conditions["condition"].to(noisy.dtype)
@@ -67,12 +61,12 @@ def build_sampler(
     return QwenEditSampler(model, pipeline_components(model, modules, device, dtype), denoise, device, dtype)
 
 
-def write_pipeline(sizes: TinyQwen, folder: Path, seed: int) -> None:
+def write_pipeline(folder: Path, seed: int) -> None:
     """Write the tiny Qwen-Image with an image processor into a new folder with the layout of repositories on the hub.
 
     The index is edited by hand: creating the pipeline's processor class needs torchvision.
     """
-    pipeline = build_pipeline(sizes, seed)
+    pipeline = build_pipeline(tiny_qwen_pipeline, seed)
     with quiet_libraries():
         pipeline.save_pretrained(folder)
         pipeline.tokenizer.save_pretrained(folder / "processor")
@@ -90,5 +84,5 @@ FAMILY: Final = replace(
     build_text_encoder=build_text_encoder,
     denoise=denoise,
     build_sampler=build_sampler,
-    write_tiny_pipeline=partial(write_pipeline, TinyQwen()),
+    write_tiny_pipeline=write_pipeline,
 )

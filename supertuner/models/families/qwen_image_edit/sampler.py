@@ -6,7 +6,7 @@ results are equal to the bit; a test compares them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,28 +16,20 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_shif
 from numpy.typing import NDArray
 from torch import nn
 
-from supertuner.models.families.image_common import (
-    image_request_problem,
-    pack_latents,
-    pixels_per_latent,
-    unpack_latents,
-    unsupported_reason,
-)
-from supertuner.models.families.qwen_image.encoders import QwenMediaEncoder
-from supertuner.models.families.qwen_image.family import too_few_steps_reason
+from supertuner.models.families import image_common, sampling_common
+from supertuner.models.families.qwen_image.encoders import QwenMediaEncoder, latent_mean_and_std
 from supertuner.models.families.qwen_image_edit.encoders import QwenEditTextEncoder, load_processor
-from supertuner.models.families.sampling_common import eval_with_autocast, require_possible, to_uint8
 from supertuner.models.spec import ModelDescription, SampleRequest, Tensors
 
-FamilyDenoise = Callable[[ModelDescription, nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
+Denoise = Callable[[ModelDescription, nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
 
 
 class QwenEditSampler:
     def __init__(
         self,
         model: ModelDescription,
-        components: Mapping[str, Any],
-        denoise: FamilyDenoise,
+        components: dict[str, Any],
+        denoise: Denoise,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -49,37 +41,36 @@ class QwenEditSampler:
 
     @torch.no_grad()
     def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
-        require_possible(request, self._unsupported_reason(request))
+        sampling_common.require_possible(request, self._unsupported_reason(request))
         reference = torch.from_numpy(np.array(request.image)).permute(2, 0, 1)
-        with eval_with_autocast([self._module], self._device, self._dtype):
+        with sampling_common.eval_with_autocast([self._module], self._device, self._dtype):
             latents = self._denoise_loop(request, reference)
-        return to_uint8(self._decode(latents))
+        return sampling_common.to_uint8(self._decode(latents))
 
     def _unsupported_reason(self, request: SampleRequest) -> str | None:
         if request.image is None:
             return "it has no reference image, and this model edits one"
-        if reason := unsupported_reason(self._model, (3, *request.image.shape[:2])):
+        if reason := image_common.unsupported_reason(self._model, (3, *request.image.shape[:2])):
             return f"its reference image: {reason}"
-        return image_request_problem(self._model, request) or too_few_steps_reason(self._scheduler, request)
+        problem = sampling_common.request_problem(self._model, request, image_common.unsupported_reason)
+        return problem or sampling_common.too_few_steps_reason(self._scheduler, request)
 
     def _denoise_loop(self, request: SampleRequest, reference: torch.Tensor) -> torch.Tensor:
         guided = request.guidance_scale > 1
-        texts = [
-            self._encode_prompt(prompt, reference) for prompt in (request.prompt, request.negative_prompt)[: 1 + guided]
-        ]
+        prompts = [request.prompt, request.negative_prompt] if guided else [request.prompt]
+        texts = [self._encode_prompt(prompt, reference) for prompt in prompts]
         latents = self._initial_noise(request, texts[0]["embeds"].dtype)
         condition = self._media_encoder.encode(reference[None])["latents"].to(self._device, latents.dtype)
         for step in self._timesteps(request, latents):
             sigma = step.expand(1).to(latents.dtype) / 1000
-            predictions = [
-                pack_latents(self._denoise(self._model, self._module, latents, sigma, text, {"condition": condition}))
-                for text in texts
-            ]
-            predicted = (
-                _apply_guidance(predictions[0], predictions[1], request.guidance_scale) if guided else predictions[0]
-            )
-            packed = self._scheduler.step(predicted, step, pack_latents(latents), return_dict=False)[0]
-            latents = unpack_latents(packed, latents.shape)
+            inputs = (self._model, self._module, latents, sigma)
+            denoised = [self._denoise(*inputs, text, {"condition": condition}) for text in texts]
+            predictions = [image_common.pack_latents(prediction) for prediction in denoised]
+            predicted = predictions[0]
+            if guided:
+                predicted = _apply_guidance(predicted, predictions[1], request.guidance_scale)
+            packed = self._scheduler.step(predicted, step, image_common.pack_latents(latents), return_dict=False)[0]
+            latents = image_common.unpack_latents(packed, latents.shape)
         return latents
 
     def _encode_prompt(self, prompt: str, reference: torch.Tensor) -> Tensors:
@@ -87,7 +78,7 @@ class QwenEditSampler:
         return {name: tensor[None].to(self._device) for name, tensor in fields.items()}
 
     def _initial_noise(self, request: SampleRequest, dtype: torch.dtype) -> torch.Tensor:
-        scale_factor = pixels_per_latent(self._model)
+        scale_factor = image_common.pixels_per_latent(self._model)
         shape = (1, self._vae.config.z_dim, request.height // scale_factor, request.width // scale_factor)
         generator = torch.Generator().manual_seed(request.seed)
         return torch.randn(shape, generator=generator, dtype=dtype).to(self._device)
@@ -95,7 +86,7 @@ class QwenEditSampler:
     def _timesteps(self, request: SampleRequest, latents: torch.Tensor) -> Any:
         config, count = self._scheduler.config, request.inference_steps
         mu = calculate_shift(
-            pack_latents(latents).shape[1],
+            image_common.pack_latents(latents).shape[1],
             config.get("base_image_seq_len", 256),
             config.get("max_image_seq_len", 4096),
             config.get("base_shift", 0.5),
@@ -106,12 +97,9 @@ class QwenEditSampler:
         return self._scheduler.timesteps
 
     def _decode(self, latents: torch.Tensor) -> Any:
-        config = self._vae.config
-        frames = latents.to(self._vae.dtype)[:, :, None]
-        shape = (1, config.z_dim, 1, 1, 1)
-        mean = torch.tensor(config.latents_mean, device=self._device).view(shape)
-        inverse_std = 1.0 / torch.tensor(config.latents_std, device=self._device).view(shape)
-        decoded = self._vae.decode(frames / inverse_std + mean, return_dict=False)[0][:, :, 0]
+        mean, std = latent_mean_and_std(self._vae)
+        frames = latents.to(self._vae.dtype)[:, :, None] / (1.0 / std) + mean
+        decoded = self._vae.decode(frames, return_dict=False)[0][:, :, 0]
         return VaeImageProcessor().postprocess(decoded, output_type="np")
 
 

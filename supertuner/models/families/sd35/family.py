@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 import torch
-from torch import nn
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import CLIPTextModelWithProjection
 
 from supertuner.models.adapters.targets import JOINT_ATTENTION, target_presets
-from supertuner.models.families.image_common import (
-    ImageFamily,
-    ImageSampling,
-    build_sampler,
-    image_model,
-    image_unsupported_reason,
-    pixels_per_latent,
-)
-from supertuner.models.families.sd35.tiny import TinySd35
+from supertuner.models.families import image_common, tiny_pipelines
+from supertuner.models.families.sampling_common import build_sampler
 from supertuner.models.families.text_common import CaptionEncoder, load_text_towers
-from supertuner.models.families.tiny_pipelines import write_pipeline
 from supertuner.models.pipeline_files import largest_shift, read_pipeline
 from supertuner.models.spec import ModelDescription, ModelSource, Tensors
 
@@ -36,7 +31,7 @@ MAX_TEXT_TOKENS: Final = 256
 def read_model(source: ModelSource) -> ModelDescription:
     source, configs = read_pipeline(source, NAME, COMPONENTS)
     title = f"Stable Diffusion {'3.5' if configs['transformer'].get('qk_norm') else '3'}"
-    return image_model(source, configs, title=title, shift=largest_shift(source, configs, 1.16))
+    return image_common.image_model(source, configs, title=title, shift=largest_shift(source, configs, 1.16))
 
 
 def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> CaptionEncoder:
@@ -60,8 +55,8 @@ def build_text_encoder(model: ModelDescription, device: torch.device, dtype: tor
 
 def unsupported_reason(model: ModelDescription, shape: tuple[int, ...]) -> str | None:
     """Sides must be whole patches, and within the positions that the model has embeddings for."""
-    multiple = pixels_per_latent(model) * _patch_size(model)
-    if (reason := image_unsupported_reason(shape, multiple)) is not None:
+    multiple = image_common.pixels_per_latent(model) * _patch_size(model)
+    if (reason := image_common.image_unsupported_reason(shape, multiple)) is not None:
         return reason
     max_side = _transformer_integer(model, "pos_embed_max_size", 96) * multiple
     if max(shape[1:]) > max_side:
@@ -87,15 +82,10 @@ def _transformer_integer(model: ModelDescription, key: str, default: int) -> int
 
 
 def denoise(
-    model: ModelDescription,
-    module: nn.Module,
-    noisy: torch.Tensor,
-    sigmas: torch.Tensor,
-    text: Tensors,
-    conditions: Tensors,
-) -> torch.Tensor:
+    model: ModelDescription, module: nn.Module, noisy: Tensor, sigmas: Tensor, text: Tensors, conditions: Tensors
+) -> Tensor:
     """Calls the transformer as the pipeline does: unpacked latents, and sigmas times 1000."""
-    predicted: torch.Tensor = module(
+    predicted: Tensor = module(
         hidden_states=noisy,
         timestep=sigmas * 1000,
         encoder_hidden_states=text["embeds"],
@@ -105,11 +95,39 @@ def denoise(
     return predicted
 
 
+def tiny_sd35_pipeline(kind: Literal["medium", "large", "3"] = "medium") -> StableDiffusion3Pipeline:
+    """`medium` has a second attention in its first block, `large` has none; `3` also lacks query and key norms."""
+    tokenizers = tiny_pipelines.byte_tokenizer(), tiny_pipelines.byte_tokenizer(), tiny_pipelines.unigram_tokenizer()
+    return StableDiffusion3Pipeline(
+        tokenizer=tokenizers[0],
+        tokenizer_2=tokenizers[1],
+        tokenizer_3=tokenizers[2],
+        text_encoder=tiny_pipelines.clip_encoder(tokenizers[0], 8, 2, CLIPTextModelWithProjection),
+        text_encoder_2=tiny_pipelines.clip_encoder(tokenizers[1], 16, 2, CLIPTextModelWithProjection),
+        text_encoder_3=tiny_pipelines.t5_encoder(len(tokenizers[2]), 32),  # at least as wide as both CLIPs together
+        vae=tiny_pipelines.tiny_image_vae(channels=16, scaling_factor=1.5305, shift_factor=0.0609),
+        transformer=SD3Transformer2DModel(
+            sample_size=8,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            caption_projection_dim=16,
+            pooled_projection_dim=8 + 16,
+            pos_embed_max_size=16,
+            dual_attention_layers=(0,) if kind == "medium" else (),
+            qk_norm=None if kind == "3" else "rms_norm",
+        ).eval(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
+
+
+PIPELINE: Final = replace(image_common.IMAGE_PIPELINE, unsupported_reason=unsupported_reason)
 _MLP: Final = ("net.0.proj", "net.2")
 _OTHER_LINEAR: Final = ("context_embedder", "linear_1", "linear_2", "linear", "proj_out")
 """Embedders, the layers that modulate norms, and the last layer."""
 
-FAMILY: Final = ImageFamily(
+FAMILY: Final = image_common.ImageFamily(
     name=NAME,
     modelspec_architecture="stable-diffusion-3.5",
     read_model=read_model,
@@ -117,8 +135,8 @@ FAMILY: Final = ImageFamily(
     unsupported_reason=unsupported_reason,
     denoise=denoise,
     token_count=token_count,
-    build_sampler=partial(build_sampler, sampling=ImageSampling(unsupported_reason)),
+    build_sampler=partial(build_sampler, options=PIPELINE),
     target_presets=target_presets(JOINT_ATTENTION, _MLP, _OTHER_LINEAR),
-    write_tiny_pipeline=partial(write_pipeline, TinySd35()),
+    write_tiny_pipeline=partial(tiny_pipelines.write_pipeline, tiny_sd35_pipeline),
     batched_guidance=True,
 )

@@ -6,35 +6,19 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-import diffusers
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 from supertuner.core.errors import ModelError
 from supertuner.core.types import MediaKind
-from supertuner.models import loading
+from supertuner.models import loading, pipeline_files
 from supertuner.models.adapters.targets import SELF_ATTENTION, target_presets
-from supertuner.models.families.sampling_common import (
-    eval_with_autocast,
-    pipeline_components,
-    require_possible,
-    to_uint8,
-)
+from supertuner.models.families.sampling_common import PipelineOptions, build_sampler
 from supertuner.models.families.tiny_pipelines import write_pipeline
 from supertuner.models.families.wan22.encoders import MAX_TEXT_TOKENS, build_media_encoder, build_text_encoder
-from supertuner.models.families.wan22.tiny import TinyWan
-from supertuner.models.pipeline_files import (
-    INDEX_NAME,
-    ConfigDict,
-    positive_number,
-    read_component_configs,
-    read_index,
-    text_files,
-    vae_files,
-)
+from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
+from supertuner.models.pipeline_files import INDEX_NAME, ConfigDict
 from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource, SampleRequest, Tensors
 
 NAME: Final = "wan2.2"
@@ -45,10 +29,10 @@ TRAIN_TIMESTEPS: Final = 1000
 
 
 def read_model(source: ModelSource) -> ModelDescription:
-    source, index = read_index(source, NAME)
+    source, index = pipeline_files.read_index(source, NAME)
     experts = _experts(source, index)
     components = (*(expert.component for expert in experts), "vae", "text_encoder", "tokenizer", "scheduler")
-    configs = read_component_configs(source, index, components)
+    configs = pipeline_files.read_component_configs(source, index, components)
     if reason := _unsupported_variant(index, configs):
         raise ModelError(f"{source.path} {reason}")
     return ModelDescription(
@@ -56,7 +40,7 @@ def read_model(source: ModelSource) -> ModelDescription:
         title=_title(index, len(experts)),
         experts=experts,
         media_kinds=frozenset({MediaKind.VIDEO} if _is_image_to_video(index) else {MediaKind.IMAGE, MediaKind.VIDEO}),
-        shift=positive_number(source, configs, "scheduler", ("flow_shift", "shift"), 1.0),
+        shift=pipeline_files.positive_number(source, configs, "scheduler", ("flow_shift", "shift"), 1.0),
         configs=configs,
         needs_first_frame=_is_image_to_video(index),
     )
@@ -138,13 +122,8 @@ def _integer(model: ModelDescription, component: str, key: str, default: int) ->
 
 
 def denoise(
-    model: ModelDescription,
-    module: nn.Module,
-    noisy: torch.Tensor,
-    sigmas: torch.Tensor,
-    text: Tensors,
-    conditions: Tensors,
-) -> torch.Tensor:
+    model: ModelDescription, module: nn.Module, noisy: Tensor, sigmas: Tensor, text: Tensors, conditions: Tensors
+) -> Tensor:
     """Calls the transformer as the pipelines do: a condition is concatenated to the latents as channels; the 5B takes
     one timestep per token."""
     timestep = sigmas * TRAIN_TIMESTEPS
@@ -152,7 +131,7 @@ def denoise(
         timestep = timestep[:, None].expand(-1, token_count(model, tuple(noisy.shape[1:])))
     if "condition" in conditions:
         noisy = torch.cat([noisy, conditions["condition"].to(noisy.dtype)], dim=1)
-    predicted: torch.Tensor = module(
+    predicted: Tensor = module(
         hidden_states=noisy, timestep=timestep, encoder_hidden_states=text["embeds"], return_dict=False
     )[0]
     return predicted
@@ -170,54 +149,33 @@ def pad_text(model: ModelDescription, captions: Sequence[Tensors]) -> Tensors:
 # ── samples ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class WanSampler:
-    """Samples through the model's diffusers pipeline."""
-
-    def __init__(self, model: ModelDescription, pipeline: Any, device: torch.device, dtype: torch.dtype) -> None:
-        self._model, self._pipeline, self._device, self._dtype = model, pipeline, device, dtype
-        self._denoisers = [getattr(pipeline, expert.component) for expert in model.experts]
-        pipeline.set_progress_bar_config(disable=True)
-
-    @torch.no_grad()
-    def sample(self, request: SampleRequest) -> NDArray[np.uint8]:
-        shape = (3, request.frames, request.height, request.width)
-        require_possible(request, unsupported_reason(self._model, shape))
-        with eval_with_autocast(self._denoisers, self._device, self._dtype):
-            videos = self._pipeline(
-                **self._first_frame(request),
-                prompt=request.prompt,
-                negative_prompt=request.negative_prompt,
-                height=request.height,
-                width=request.width,
-                num_frames=request.frames,
-                num_inference_steps=request.inference_steps,
-                guidance_scale=request.guidance_scale,
-                generator=torch.Generator().manual_seed(request.seed),
-                output_type="np",
-            ).frames
-        return to_uint8(videos[0])
-
-    def _first_frame(self, request: SampleRequest) -> dict[str, Any]:
-        if not self._model.needs_first_frame:
-            return {}
-        if request.image is None:
-            raise ModelError(f"the sample {request.prompt!r} has no first frame, and this model starts from one")
-        return {"image": Image.fromarray(request.image)}
+def _call_arguments(model: ModelDescription, request: SampleRequest) -> dict[str, Any]:
+    arguments = {
+        "negative_prompt": request.negative_prompt,
+        "num_frames": request.frames,
+        "guidance_scale": request.guidance_scale,
+        "output_type": "np",
+    }
+    if not model.needs_first_frame:
+        return arguments
+    if request.image is None:
+        raise ModelError(f"the sample {request.prompt!r} has no first frame, and this model starts from one")
+    return {**arguments, "image": Image.fromarray(request.image)}
 
 
-def build_sampler(
-    model: ModelDescription, modules: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype
-) -> WanSampler:
-    """The pipeline around `modules`; other components are loaded."""
-    components = {"transformer_2": None, **pipeline_components(model, modules, device, dtype)}
+def _constructor_arguments(model: ModelDescription) -> dict[str, Any]:
     index = model.configs[""]
-    if _is_image_to_video(index):
-        components |= {"image_encoder": None, "image_processor": None}
-    pipeline = getattr(diffusers, str(index["_class_name"]))(
-        **components, boundary_ratio=index.get("boundary_ratio"), expand_timesteps=bool(index.get("expand_timesteps"))
-    )
-    return WanSampler(model, pipeline, device, dtype)
+    missing = ["transformer_2"] if len(model.experts) == 1 else []
+    missing += ["image_encoder", "image_processor"] if _is_image_to_video(index) else []
+    options = {"boundary_ratio": index.get("boundary_ratio"), "expand_timesteps": bool(index.get("expand_timesteps"))}
+    return {**options, **dict.fromkeys(missing)}
 
+
+def _output_pixels(pipeline: Any, output: Any, request: SampleRequest) -> Any:
+    return output.frames[0]
+
+
+PIPELINE: Final = PipelineOptions(unsupported_reason, _call_arguments, _output_pixels, _constructor_arguments)
 
 _MLP: Final = ("ffn.net.0.proj", "ffn.net.2")
 _OTHER_LINEAR: Final = ("linear_1", "linear_2", "time_proj", "proj_out")
@@ -227,8 +185,8 @@ FAMILY: Final = Family(
     name=NAME,
     prediction="flow",
     read_model=read_model,
-    media_files=vae_files,
-    text_files=text_files,
+    media_files=pipeline_files.vae_files,
+    text_files=pipeline_files.text_files,
     build_media_encoder=build_media_encoder,
     build_text_encoder=build_text_encoder,
     unsupported_reason=unsupported_reason,
@@ -236,9 +194,9 @@ FAMILY: Final = Family(
     denoise=denoise,
     pad_text=pad_text,
     token_count=token_count,
-    build_sampler=build_sampler,
+    build_sampler=partial(build_sampler, options=PIPELINE),
     target_presets=target_presets(SELF_ATTENTION, _MLP, _OTHER_LINEAR),
     # Each expert's adapter is a separate file, and diffusers expects one prefix in both (load_into_transformer_2).
     export_prefix={"transformer": "transformer", "transformer_2": "transformer"},
-    write_tiny_pipeline=partial(write_pipeline, TinyWan()),
+    write_tiny_pipeline=partial(write_pipeline, tiny_wan_pipeline),
 )
