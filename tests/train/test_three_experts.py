@@ -86,7 +86,7 @@ def test_a_plan_that_offloads_computes_the_same(three: TrainingForkServer, tmp_p
 def test_the_forecast_names_the_three_experts(three: TrainingForkServer, tmp_path: Path) -> None:
     file = config(tmp_path, "forecast", **CHANGED)
     printed = three.printed("estimate", str(file), "--machine", "gh200-96", "--no-advice", cwd=tmp_path)
-    assert all(f"tracing a step of {expert} " in printed for expert in EXPERTS)
+    assert all(f"train {expert} " in printed for expert in EXPERTS)
 
 
 def test_settings_of_experts_that_the_family_lacks_are_refused(three: TrainingForkServer, tmp_path: Path) -> None:
