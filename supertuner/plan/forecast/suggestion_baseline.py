@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.plan.forecast.results import MachineCapacity
-from supertuner.plan.placement.choice import PlacementChoice, TimedStep
+from supertuner.plan.placement.choice import PlacementChoice, TimedStep, recompute_where_possible
 from supertuner.plan.placement.memory_needs import compute_memory_needs
-from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan
+from supertuner.plan.placement.plan import MemoryPlan
 from supertuner.plan.placement.step_table import BlockCosts, OperatorWork, StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
@@ -78,32 +78,19 @@ def gpu_bytes_needed(table: StepTable, choice: PlacementChoice) -> int:
 def configured_choice(table: StepTable, checkpointing: bool) -> PlacementChoice:
     """How a run without a plan runs a step: everything on the GPU, activations kept or recomputed in every block."""
     all_on_gpu = PlacementChoice.all_on_gpu(len(table.blocks))
-    if not checkpointing:
-        return all_on_gpu
-    return replace(
-        all_on_gpu,
-        activations=tuple(
-            ActivationPolicy.RECOMPUTE if b.recomputable else ActivationPolicy.KEEP for b in table.blocks
-        ),
-    )
+    return replace(all_on_gpu, activations=recompute_where_possible(table.blocks)) if checkpointing else all_on_gpu
 
 
 def window_seconds_without_plan(table: StepTable, choice: PlacementChoice, rates: MachineRates) -> float:
     """Modelled time of a window with everything on the GPU, so that nothing crosses the link."""
     step = TimedStep.from_table(table, rates)
-    recompute_s = sum(
-        s for s, policy in zip(step.forward_s, choice.activations, strict=True) if policy is ActivationPolicy.RECOMPUTE
-    )
-    return table.micro_batches * (step.micro_batch_s + recompute_s) + step.update_s
+    return step.passes_s(choice.activations) + step.update_s
 
 
 def scale_tokens(table: StepTable, factor: float) -> StepTable:
     """The step with `factor` times the tokens: activations, temporaries and work are scaled in proportion."""
-    return replace(
-        table,
-        blocks=tuple(_scale_block(block, factor) for block in table.blocks),
-        batch_bytes=round(table.batch_bytes * factor),
-    )
+    blocks = tuple(_scale_block(block, factor) for block in table.blocks)
+    return replace(table, blocks=blocks, batch_bytes=round(table.batch_bytes * factor))
 
 
 def _scale_block(block: BlockCosts, factor: float) -> BlockCosts:
