@@ -8,16 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from supertuner.core.types import GIB, MIB, bytes_text
-from supertuner.plan.forecast.results import (
-    FitStatus,
-    RunForecast,
-    RunTiming,
-    SuggestedChange,
-    capacity_text,
-    run_duration_text,
-    step_duration_text,
-    verdict_text,
-)
+from supertuner.plan.forecast import results
+from supertuner.plan.forecast.results import FitStatus, RunForecast, RunTiming, SuggestedChange
 from supertuner.plan.forecast.storage import StorageLocation, total_storage
 from supertuner.plan.placement.plan import PlanEstimate
 
@@ -40,8 +32,8 @@ def change_text(change: SuggestedChange) -> str:
 def report_lines(forecast: RunForecast) -> list[str]:
     """The whole page."""
     does_not_fit = forecast.verdict.fit is FitStatus.DOES_NOT_FIT
-    lines = [f"{forecast.model}: {forecast.settings}"]
-    lines += [f"{capacity_text(forecast.capacity)} ({forecast.capacity.source})", "", verdict_text(forecast)]
+    machine = f"{results.capacity_text(forecast.capacity)} ({forecast.capacity.source})"
+    lines = [f"{forecast.model}: {forecast.settings}", machine, "", results.verdict_text(forecast)]
     lines += ["", *_phase_table(forecast), "", *_storage_table(forecast)]
     lines += ["", *_timing_table(forecast.timing, forecast.why_no_timing, does_not_fit)]
     if any(not plan.keeps_all_on_gpu for plan in forecast.plans.values()):
@@ -103,8 +95,8 @@ def _timing_table(timing: RunTiming | None, why_no_timing: str, does_not_fit: bo
     rows = [["time, if it did fit" if does_not_fit else "time", *headings]]
     plural = "es" if timing.micro_batches != 1 else ""
     step_text = f"a step of {timing.window} samples in {timing.micro_batches} micro-batch{plural}"
-    rows.append([step_text, *(step_duration_text(pace.step_s) for pace in paces)])
-    rows.append([f"its bound ({paces[0].bounded_by})", *(step_duration_text(pace.bound_s) for pace in paces)])
+    rows.append([step_text, *(results.step_duration_text(pace.step_s) for pace in paces)])
+    rows.append([f"its bound ({paces[0].bounded_by})", *(results.step_duration_text(pace.bound_s) for pace in paces)])
     rows.append(["samples a second", *(f"{timing.window / pace.step_s:.3g}" for pace in paces)])
     if timing.steps is not None and timing.samples is not None:
         grows = f", windows of {timing.first_window} to {timing.window}" if timing.first_window < timing.window else ""
@@ -117,7 +109,7 @@ def _timing_table(timing: RunTiming | None, why_no_timing: str, does_not_fit: bo
 
 
 def _duration_cell(seconds: float | None) -> str:
-    return "not known" if seconds is None else run_duration_text(seconds) if seconds else "none"
+    return "not known" if seconds is None else results.run_duration_text(seconds) if seconds else "none"
 
 
 def _plan_lines(forecast: RunForecast) -> list[str]:

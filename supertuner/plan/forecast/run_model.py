@@ -61,11 +61,7 @@ class RunModel:
     """What memory, time and suggestions of a forecast are all derived from; computed once."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        capacity: MachineCapacity,
-        traces: CachedTraceProvider,
-        datasets: tuple[DatasetSize, ...],
+        self, config: RunConfig, capacity: MachineCapacity, traces: CachedTraceProvider, datasets: Sequence[DatasetSize]
     ) -> None:
         capacity = replace(capacity, has_overflow=config.memory.overflow.enabled and not capacity.one_pool)
         self.config, self.capacity, self.traces, self.datasets = config, capacity, traces, datasets
@@ -116,9 +112,8 @@ class RunModel:
         traces = {expert.name: self._configured_trace(expert) for expert in experts}
         resident_bytes = {name: _resident_bytes(trace) for name, trace in traces.items()}
         idle_bytes = {name: sum(resident_bytes.values()) - nbytes for name, nbytes in resident_bytes.items()}
-        return tuple(
-            ExpertForecast(one, traces[one.name], self._expert_steps(one, idle_bytes[one.name])) for one in experts
-        )
+        steps = {expert.name: self._expert_steps(expert, idle_bytes[expert.name]) for expert in experts}
+        return tuple(ExpertForecast(expert, traces[expert.name], steps[expert.name]) for expert in experts)
 
     def _configured_trace(self, expert: Expert) -> ExecutionTrace:
         """The trace of a window with the configured checkpointing.

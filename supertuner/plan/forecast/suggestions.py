@@ -14,16 +14,11 @@ from dataclasses import dataclass, replace
 from supertuner.core.types import MediaKind, bytes_text
 from supertuner.memory.machines import MACHINES, MachineSpec
 from supertuner.plan.forecast.results import HOST_SHARE, TIGHT_SHARE, SuggestedChange
-from supertuner.plan.forecast.suggestion_baseline import (
-    SuggestionBaseline,
-    configured_choice,
-    gpu_bytes_needed,
-    scale_tokens,
-    window_seconds_without_plan,
-)
-from supertuner.plan.placement.choice import PlacementChoice
+from supertuner.plan.forecast.suggestion_baseline import SuggestionBaseline, configured_choice, seconds_without_plan
+from supertuner.plan.placement.choice import PlacementChoice, TimedStep
+from supertuner.plan.placement.memory_needs import compute_memory_needs
 from supertuner.plan.placement.plan_step import plan_step
-from supertuner.plan.placement.step_table import BlockCosts, StepTable
+from supertuner.plan.placement.step_table import BlockCosts, OperatorWork, StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
 ADAMW_8BIT_STATE_SHARE = 0.25
@@ -35,6 +30,9 @@ FASTER_THAN = 0.99
 """A change counts as faster if the time is below this share of the current time."""
 FORECAST_ONLY_MACHINES = ("mi300a",)
 """Machines that can be forecast but not trained on: they are not suggested."""
+
+PLACEHOLDER_RATES = MachineRates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, one_pool=False)
+"""For memory needs, which do not depend on rates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,7 @@ def _overflow_change(baseline: SuggestionBaseline, limit: int) -> Iterator[Sugge
     time, rates = None, baseline.rates
     if rates is not None and rates.to_device_bytes_s and rates.to_host_bytes_s:
         transfer_s = rates.round_trip_s(overflow_bytes)
-        plain_s = window_seconds_without_plan(baseline.table, baseline.choice, rates)
+        plain_s = seconds_without_plan(baseline.table, baseline.choice, rates)
         time = (plain_s + baseline.table.micro_batches * transfer_s) / (baseline.window_seconds or plain_s)
     price = "at least that time: pages are fetched on demand"
     yield SuggestedChange("memory.overflow.enabled=true", limit, host, fits, time, price)
@@ -246,8 +244,8 @@ def _relative_time_on(baseline: SuggestionBaseline, machine: MachineSpec) -> flo
     rates = MachineRates.from_machine(machine, baseline.config.train.mixed_precision)
     if baseline.rates is None or rates.unknown_rates:
         return None
-    before = window_seconds_without_plan(baseline.table, baseline.choice, baseline.rates)
-    return window_seconds_without_plan(baseline.table, baseline.choice, rates) / before
+    before = seconds_without_plan(baseline.table, baseline.choice, baseline.rates)
+    return seconds_without_plan(baseline.table, baseline.choice, rates) / before
 
 
 def _machine_holds(machine: MachineSpec, gpu_bytes: int, host_bytes: int) -> bool:
@@ -264,7 +262,7 @@ def _evaluate(baseline: SuggestionBaseline, candidate: _Candidate) -> SuggestedC
     """
     table, choice, exact = candidate.table, candidate.choice or baseline.choice, candidate.exact
     limits, before, has = baseline.limits, baseline.window_seconds, baseline.capacity.gpu_bytes
-    peak = baseline.peak_bytes + gpu_bytes_needed(table, choice) - gpu_bytes_needed(baseline.table, baseline.choice)
+    peak = baseline.peak_bytes + _gpu_bytes_needed(table, choice) - _gpu_bytes_needed(baseline.table, baseline.choice)
     host, time = baseline.host_bytes, None
     if baseline.follows_plans and limits is not None:
         plan = plan_step(table, baseline.capacity.machine, limits, rates=baseline.rates)
@@ -280,5 +278,31 @@ def _evaluate(baseline: SuggestionBaseline, candidate: _Candidate) -> SuggestedC
         worst = max(peak, baseline.other_phases_bytes)
         fits = has is not None and worst + baseline.host_bytes_in_pool <= has
         if candidate.timed and baseline.rates is not None and before:
-            time = window_seconds_without_plan(table, choice, baseline.rates) / before
+            time = seconds_without_plan(table, choice, baseline.rates) / before
     return SuggestedChange(candidate.what, worst, host, fits, time, candidate.price, exact, candidate.same_result)
+
+
+def _gpu_bytes_needed(table: StepTable, choice: PlacementChoice) -> int:
+    return compute_memory_needs(TimedStep.from_table(table, PLACEHOLDER_RATES), choice).gpu_bytes
+
+
+def scale_tokens(table: StepTable, factor: float) -> StepTable:
+    """The step with `factor` times the tokens: activations, temporaries and work are scaled in proportion."""
+    blocks = tuple(_scale_block(block, factor) for block in table.blocks)
+    return replace(table, blocks=blocks, batch_bytes=round(table.batch_bytes * factor))
+
+
+def _scale_block(block: BlockCosts, factor: float) -> BlockCosts:
+    return replace(
+        block,
+        saved_bytes=round(block.saved_bytes * factor),
+        input_bytes=round(block.input_bytes * factor),
+        forward_peak_bytes=round(block.forward_peak_bytes * factor),
+        backward_peak_bytes=round(block.backward_peak_bytes * factor),
+        forward=_scale_work(block.forward, factor),
+        backward=_scale_work(block.backward, factor),
+    )
+
+
+def _scale_work(work: OperatorWork, factor: float) -> OperatorWork:
+    return OperatorWork(work.matmul_flops * factor, work.other_flops * factor, work.gpu_bytes * factor, work.operators)

@@ -15,7 +15,7 @@ from supertuner.optim.schedule import TrainingSchedule
 from supertuner.plan.forecast import duration
 from supertuner.plan.forecast.duration import StepTime, WindowGroup
 from supertuner.plan.forecast.results import RunTiming, TimingScenario
-from supertuner.plan.forecast.suggestion_baseline import window_seconds_without_plan
+from supertuner.plan.forecast.suggestion_baseline import seconds_without_plan
 from supertuner.plan.placement.choice import PlacementChoice
 from supertuner.plan.placement.plan import MemoryPlan
 from supertuner.plan.placement.plan_step import evaluate_plan
@@ -50,7 +50,7 @@ class ExpertSteps:
             planned_seconds = evaluate_plan(table, self.plan, limits, rates).seconds
             if math.isfinite(planned_seconds):
                 return planned_seconds
-        return window_seconds_without_plan(table, self.choice, rates)
+        return seconds_without_plan(table, self.choice, rates)
 
     def step_time(self, table: StepTable, limits: MemoryLimits | None, rates: MachineRates) -> StepTime:
         """The times of windows with one and with two micro-batches, split into a part per micro-batch and the rest."""

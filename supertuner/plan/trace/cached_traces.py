@@ -40,15 +40,10 @@ class CachedTraces:
     device: TracedDevice
 
     def training(
-        self,
-        expert: Expert,
-        shape: BatchShape,
-        checkpointing: bool | None = None,
-        micro_batches: int = 1,
-        label: str = "",
+        self, expert: Expert, shape: BatchShape, checkpointing: bool = False, micro_batches: int = 1, label: str = ""
     ) -> ExecutionTrace:
-        """One optimizer step of `expert`. `checkpointing` overrides `train.gradient_checkpointing`."""
-        config = self.config if checkpointing is None else with_checkpointing(self.config, checkpointing)
+        """One optimizer step of `expert`. `checkpointing` replaces `train.gradient_checkpointing`."""
+        config = with_checkpointing(self.config, checkpointing)
         description = {
             **self._phase_key("train"),
             **self._expert_key(expert),

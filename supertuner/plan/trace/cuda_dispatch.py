@@ -152,10 +152,9 @@ def _scaled_dot_product_attention(capability: tuple[int, int]) -> OperatorFuncti
         which = _select_kernel(query, key, attn_mask, dropout_p, capability)
         mask = None if attn_mask is None else _additive_mask(attn_mask, query.dtype)
         learns = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-        inputs, width = (query, key, value), query.shape[-1]
+        inputs, width, options = (query, key, value), query.shape[-1], (learns, dropout_p, is_causal)
         if which is AttentionKernel.CUDNN:
-            arguments = (mask, learns, dropout_p, is_causal, False)
-            found = aten._scaled_dot_product_cudnn_attention(*inputs, *arguments, scale=scale)
+            found = aten._scaled_dot_product_cudnn_attention(*inputs, mask, *options, False, scale=scale)
         elif which is AttentionKernel.FLASH:
             spare, scale = -width % 8, width**-0.5 if scale is None else scale
             padded = (torch.nn.functional.pad(one, (0, spare)) if spare else one for one in inputs)
@@ -163,8 +162,7 @@ def _scaled_dot_product_attention(capability: tuple[int, int]) -> OperatorFuncti
             return found[0][..., :width]  # type: ignore[no-any-return]
         elif which is AttentionKernel.EFFICIENT:
             mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
-            arguments = (mask, learns, dropout_p, is_causal)
-            found = aten._scaled_dot_product_efficient_attention(*inputs, *arguments, scale=scale)
+            found = aten._scaled_dot_product_efficient_attention(*inputs, mask, *options, scale=scale)
         else:
             found = aten._scaled_dot_product_attention_math(*inputs, mask, dropout_p, is_causal, None, scale=scale)
         return found[0]  # type: ignore[no-any-return]

@@ -64,7 +64,7 @@ class CudaDevice(TracedDevice):
         if operator is aten.convolution.default:
             return _convolution_workspaces(*args)
         if operator is aten.convolution_backward.default:
-            return self._convolution_backward_workspaces(*args[:3], args[-1])
+            return self._convolution_backward_workspaces(args[0], args[1], args[2], output_mask=args[-1])
         return ()
 
     def _reduction_workspaces(self, values: torch.Tensor, dimensions: Any) -> Sequence[int]:

@@ -22,16 +22,10 @@ from supertuner.models import loading
 from supertuner.models.blocks import named_blocks
 from supertuner.models.spec import Family, MediaEncoder, ModelDescription, TextEncoder
 from supertuner.plan.placement.step_table import OperatorWork
+from supertuner.plan.trace import training_step
 from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, EncoderShapeProbe, MediaShape, without_weights
 from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
 from supertuner.plan.trace.recorder import PLAIN_CPU, TracedDevice, TraceRecorder
-from supertuner.plan.trace.training_step import (
-    build_fake_expert_state,
-    fake_batch,
-    register_optimizer_state,
-    traceable_config,
-    with_checkpointing,
-)
 from supertuner.step.expert_setup import build_step_options, selected_experts
 from supertuner.step.precision import ComputePrecision
 from supertuner.step.window import ExpertState
@@ -89,7 +83,8 @@ def trace_sampling(
 ) -> ExecutionTrace:
     """Generating a sample of the batch's shape during training: trained weights, optimizer state and all parts of the
     pipeline are in memory at once."""
-    config, model = traceable_config(with_checkpointing(config, False)), without_weights(model)
+    config = training_step.traceable_config(training_step.with_checkpointing(config, False))
+    model = without_weights(model)
     precision = ComputePrecision(config.train.mixed_precision, CPU)
     guided = config.validation.guidance_scale > 1
     guides_in_one_batch = family.batched_guidance and guided
@@ -98,7 +93,7 @@ def trace_sampling(
     recorder = TraceRecorder(device)
     experts = selected_experts(config, model)
     with torch.no_grad():
-        expert_states = [build_fake_expert_state(config, family, model, expert, mode) for expert in experts]
+        expert_states = [training_step.build_fake_expert_state(config, family, model, one, mode) for one in experts]
         with mode:
             denoisers = _build_denoisers(config, family, model, expert_states)
             for expert_state in expert_states:
@@ -107,13 +102,13 @@ def trace_sampling(
                 module.eval()
                 recorder.track_module(module, named_blocks(module), f"{name}.")
             for expert_state in expert_states:
-                register_optimizer_state(recorder, expert_state, f"{expert_state.expert.component}.")
+                training_step.register_optimizer_state(recorder, expert_state, f"{expert_state.expert.component}.")
             vae = loading.load_module(model, "vae", torch.float32)
             encoder: TextEncoder = family.build_text_encoder(model, CPU, precision.dtype)
             _track_encoder(recorder, encoder)
             recorder.track_module(vae, {})
             options = build_step_options(config, family, model, precision, NullSink())
-            batch = fake_batch(batch_shape)
+            batch = training_step.fake_batch(batch_shape)
             for tensor in batch.tensors():
                 recorder.register_tensor(tensor, TensorKind.BATCH)
             with recorder.device.emulate_dispatch(), recorder:

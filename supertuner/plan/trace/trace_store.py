@@ -142,9 +142,9 @@ def read_trace(file: Path, key: str) -> ExecutionTrace | None:
 def _deserialize_trace(arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> ExecutionTrace:
     touched = iter(arrays["touched"].tolist())
     spans = []
-    for row, (*figures, operators) in zip(arrays["stretches"].tolist(), arrays["work"].tolist(), strict=True):
+    for row, figures in zip(arrays["stretches"].tolist(), arrays["work"].tolist(), strict=True):
         block, step_pass, begin, end, count = row
-        work = OperatorWork(*figures, operators=int(operators))
+        work = OperatorWork(figures[0], figures[1], figures[2], int(figures[3]))
         spans.append(TraceSpan(block, StepPass(step_pass), begin, end, work, tuple(islice(touched, count))))
     return ExecutionTrace(
         phase=facts["phase"],

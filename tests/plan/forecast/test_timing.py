@@ -10,7 +10,8 @@ from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
 from supertuner.optim.schedule import build_training_schedule
-from supertuner.plan.forecast.suggestion_baseline import configured_choice, scale_tokens, window_seconds_without_plan
+from supertuner.plan.forecast.suggestion_baseline import configured_choice, seconds_without_plan
+from supertuner.plan.forecast.suggestions import scale_tokens
 from supertuner.plan.forecast.timing import ExpertSteps, RepeatedWork, RunWork, forecast_timing
 from supertuner.plan.placement.plan_step import plan_step
 from supertuner.plan.placement.step_table import OperatorWork, StepTable
@@ -37,7 +38,7 @@ def test_a_run_takes_the_time_of_its_windows_and_of_encoding() -> None:
     table = a_table(saved=2, micro_batches=2)
     found = forecast_timing(a_run_work(steps_of(table)), LIMITS, RATES, (1.0, 0.5))
     full, half = found.paces
-    assert full.step_s == pytest.approx(window_seconds_without_plan(table, configured_choice(table, False), RATES))
+    assert full.step_s == pytest.approx(seconds_without_plan(table, configured_choice(table, False), RATES))
     assert full.training_s == pytest.approx(10 * full.step_s)
     assert full.encoding_s == pytest.approx(5 * (1.0 + 1.0)), "compute limits one piece, memory the other"
     assert half.training_s == pytest.approx(2 * (full.training_s or 0))
