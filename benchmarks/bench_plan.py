@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import ClaimRow, at_least, at_most, noted, report, say
 from benchmarks.paging_model import PagedWindow
 from benchmarks.plan_baselines import BaselineTimes, compute_baselines
+from benchmarks.plan_replay import replay_plan
 from benchmarks.workloads import WORKLOADS, table
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
 from supertuner.plan.placement.choice import PlacementChoice, TimedStep
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, WeightPlacement
 from supertuner.plan.placement.plan_step import plan_step
-from supertuner.plan.placement.replay import replay_plan
 from supertuner.plan.placement.search import link_seconds
 from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits

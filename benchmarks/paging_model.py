@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from benchmarks.plan_replay import PAGE_BYTES
 from supertuner.memory.driver import HOST, AddressRange, DriverError, GpuLocation, MemoryAdvice, MemoryKind
 from supertuner.memory.emulator.configuration import EmulatorParameters
 from supertuner.memory.emulator.superchip import EmulatedSuperchip
 from supertuner.memory.machines import MachineSpec
 from supertuner.plan.placement.choice import TimedStep
 from supertuner.plan.placement.plan import ActivationPolicy
-from supertuner.plan.placement.replay import PAGE_BYTES
 from supertuner.plan.placement.throughput import MemoryLimits, emulator_figures
 
 GPU = GpuLocation(0)

@@ -6,7 +6,7 @@ Prompts are `validation.prompts`; without them the first captions of held-out da
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 
 import numpy as np
@@ -60,20 +60,16 @@ class ValidationSamplePlan:
         """(row, column, request) of every sample: one row per prompt, one column per seed."""
         for row, (prompt, image) in enumerate(zip(self.prompts, self.images, strict=True)):
             for column, seed in enumerate(self.seeds):
-                yield row, column, self._request(prompt, seed, image)
-
-    def _request(self, prompt: str, seed: int, image: NDArray[np.uint8] | None) -> SampleRequest:
-        return SampleRequest(
-            prompt=prompt,
-            negative_prompt=self.negative_prompt,
-            seed=seed,
-            width=self.size.width,
-            height=self.size.height,
-            frames=self.size.frames,
-            inference_steps=self.inference_steps,
-            guidance_scale=self.guidance_scale,
-            image=image,
-        )
+                request = SampleRequest(
+                    prompt=prompt,
+                    negative_prompt=self.negative_prompt,
+                    seed=seed,
+                    **asdict(self.size),
+                    inference_steps=self.inference_steps,
+                    guidance_scale=self.guidance_scale,
+                    image=image,
+                )
+                yield row, column, request
 
 
 def plan_validation_samples(
@@ -108,11 +104,8 @@ def largest_sample_size(buckets: Iterable[Bucket]) -> SampleSize:
 
 
 def _resolve_size(settings: ValidationSettings, default_size: SampleSize, sink: Sink) -> SampleSize:
-    size = SampleSize(
-        settings.width or default_size.width,
-        settings.height or default_size.height,
-        settings.frames or default_size.frames,
-    )
+    width, height = settings.width or default_size.width, settings.height or default_size.height
+    size = SampleSize(width, height, settings.frames or default_size.frames)
     if None in (settings.width, settings.frames):
         value = f"{size.width}×{size.height}, {size.frames} frame{'s' if size.frames != 1 else ''}"
         sink.emit(DecisionEvent("validation.size", value, "values that are not set come from the largest bucket"))
@@ -136,12 +129,8 @@ def _choose_samples(
         return [CaptionedSample(prompt, frames[place % len(frames)]) for place, prompt in enumerate(prompts)]
     samples = samples or [CaptionedSample("")]
     captions = [one.caption for one in samples]
-    reason = (
-        f"validation.prompts is empty: the first captions of {origin}"
-        if any(captions)
-        else "validation.prompts is empty, and the data has no captions"
-    )
-    sink.emit(DecisionEvent("validation.prompts", captions, reason))
+    found = f": the first captions of {origin}" if any(captions) else ", and the data has no captions"
+    sink.emit(DecisionEvent("validation.prompts", captions, f"validation.prompts is empty{found}"))
     return samples
 
 

@@ -111,7 +111,7 @@ class Bytes:
 
 def forecast(case: Case) -> Bytes:
     """The peaks by the trace and the model of the allocator."""
-    trace = trace_training_step(*_described(case), micro_batches=case.micro_batches, device=CudaDevice(chip()))
+    trace = trace_training_step(*_described(case), micro_batches=case.micro_batches, device=CudaDevice(chip=chip()))
     peaks = simulate_allocator(trace)
     return Bytes(peaks.allocated_bytes, peaks.reserved_bytes)
 

@@ -102,7 +102,7 @@ def test_the_forecast_of_encoding_media_holds(name: str, media: tuple[int, ...])
 def test_the_forecast_of_a_sample_during_training_holds() -> None:
     config, family, model = described("sd3.5")
     shape = EncoderShapeProbe(config, family, model).batch_shape(1, (3, 1024, 1024))
-    trace = trace_sampling(config, family, model, shape, device=CudaDevice()).trace
+    trace = trace_sampling(config, family, model, shape, device=CudaDevice())
     precision, expert = ComputePrecision("bf16", GPU), selected_experts(config, model)[0]
     module = family.load_denoiser(model, expert, weight_dtype(config, precision))
     trained = build_trainable_expert(config, family, expert, module, precision, NullSink())

@@ -5,6 +5,7 @@ An unknown number is None; `explanation` says where the numbers come from, or ho
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -62,11 +63,6 @@ class DatasetSize:
     encoded_while_training: tuple[str, ...] = ()
     """`media`, `text`: what is encoded during training, so that its encoder stays on the GPU."""
 
-    @property
-    def cache_entries(self) -> int | None:
-        """Encoded samples in the cache."""
-        return None if self.samples is None else self.samples * self.cached_media_variants
-
 
 def training_datasets(datasets: Sequence[DatasetSize]) -> tuple[DatasetSize, ...]:
     return tuple(one for one in datasets if not one.held_out)
@@ -74,46 +70,36 @@ def training_datasets(datasets: Sequence[DatasetSize]) -> tuple[DatasetSize, ...
 
 def bucket_draw_shares(datasets: Sequence[DatasetSize]) -> dict[Bucket, float | None]:
     """Every bucket that is trained on, and its share of the draws; None: unknown."""
-    draws: dict[Bucket, float] = {}
+    draws: defaultdict[Bucket, float] = defaultdict(float)
     for dataset in training_datasets(datasets):
-        for bucket_count in dataset.bucket_counts:
-            draws[bucket_count.bucket] = draws.get(bucket_count.bucket, 0.0) + float(
-                dataset.draws_per_epoch * bucket_count.samples
-            )
+        for filled in dataset.bucket_counts:
+            draws[filled.bucket] += float(dataset.draws_per_epoch * filled.samples)
     total = sum(draws.values())
-    unknown = any(holding.samples is None for holding in training_datasets(datasets))
+    unknown = any(dataset.samples is None for dataset in training_datasets(datasets))
     if len(draws) == 1:
         return dict.fromkeys(draws, 1.0)
     return {bucket: None if unknown or not total else count / total for bucket, count in draws.items()}
 
 
-def forecast_schedule(
-    config: RunConfig, datasets: Sequence[DatasetSize], world_size: int = 1
-) -> TrainingSchedule | None:
+def forecast_schedule(config: RunConfig, datasets: Sequence[DatasetSize]) -> TrainingSchedule | None:
     """The schedule of windows that training will use; None: the length of the run depends on the number of samples,
     which is unknown."""
-    train = config.train
-    sizes_known = all(holding.samples for holding in training_datasets(datasets))
-    if not sizes_known:
-        if train.max_steps is None or train.num_epochs is not None:
-            return None
-        return build_training_schedule(config, _unknown_epoch_length, world_size)
-    order = _sample_order(config, datasets)
-    return build_training_schedule(config, order.epoch_begin, world_size)
+    if all(dataset.samples for dataset in training_datasets(datasets)):
+        return build_training_schedule(config, _sample_order(config, datasets).epoch_begin, world_size=1)
+    if config.train.max_steps is None or config.train.num_epochs is not None:
+        return None
+    return build_training_schedule(config, _unknown_epoch_length, world_size=1)
 
 
 def _sample_order(config: RunConfig, datasets: Sequence[DatasetSize]) -> SampleOrder:
     """The run's sample order over placeholder samples: its epochs have the lengths of the run's epochs."""
-    groups = [
-        BucketGroup(
-            number, holding.id, filled.bucket, np.arange(filled.samples, dtype=np.uint32), holding.draws_per_epoch
-        )
-        for number, holding in enumerate(training_datasets(datasets))
-        for filled in holding.bucket_counts
-    ]
-    return SampleOrder(
-        groups, seed=config.run.seed, batch_size=config.train.batch_size, drop_last=config.loader.drop_last
-    )
+    groups = []
+    for number, dataset in enumerate(training_datasets(datasets)):
+        for filled in dataset.bucket_counts:
+            samples = np.arange(filled.samples, dtype=np.uint32)
+            groups.append(BucketGroup(number, dataset.id, filled.bucket, samples, dataset.draws_per_epoch))
+    batch_size, drop_last = config.train.batch_size, config.loader.drop_last
+    return SampleOrder(groups, seed=config.run.seed, batch_size=batch_size, drop_last=drop_last)
 
 
 def _unknown_epoch_length(epoch: int) -> int:

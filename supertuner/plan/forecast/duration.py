@@ -36,44 +36,33 @@ class WindowGroup:
     """Micro-batches per process if all samples of a window have one shape; more otherwise."""
 
 
-def group_windows(schedule: TrainingSchedule, batch_size: int, world_size: int = 1) -> tuple[WindowGroup, ...]:
+def group_windows(schedule: TrainingSchedule, batch_size: int) -> tuple[WindowGroup, ...]:
     """The run's windows by size, in order; the last one may be short."""
-    groups = []
     steps = schedule.total_steps
-    last_window_samples = len(schedule.window_at(steps - 1)) if steps else 0
-    for number, part in enumerate(schedule.spans):
-        end = schedule.spans[number + 1].first_step if number + 1 < len(schedule.spans) else steps
-        count = min(end, steps) - part.first_step
-        has_short_last = part.first_step < steps <= end and last_window_samples < part.window_size
-        if count - has_short_last > 0:
-            groups.append(
-                WindowGroup(
-                    part.window_size,
-                    count - has_short_last,
-                    accumulation_steps(part.window_size, batch_size, world_size),
-                )
-            )
-        if has_short_last:
-            groups.append(
-                WindowGroup(last_window_samples, 1, accumulation_steps(last_window_samples, batch_size, world_size))
-            )
-    return tuple(groups)
+    last_samples = len(schedule.window_at(steps - 1)) if steps else 0
+    counts: list[tuple[int, int]] = []  # (samples, windows)
+    for span, end in zip(schedule.spans, [*(after.first_step for after in schedule.spans[1:]), steps], strict=True):
+        has_short_last = span.first_step < steps <= end and last_samples < span.window_size
+        counts.append((span.window_size, min(end, steps) - span.first_step - has_short_last))
+        counts.append((last_samples, int(has_short_last)))
+    filled = [(samples, count) for samples, count in counts if count > 0]
+    return tuple(WindowGroup(size, count, accumulation_steps(size, batch_size, 1)) for size, count in filled)
 
 
-def largest_window_micro_batches(config: RunConfig, schedule: TrainingSchedule | None, world_size: int = 1) -> int:
+def largest_window_micro_batches(config: RunConfig, schedule: TrainingSchedule | None) -> int:
     """Micro-batches of the largest window of the run."""
-    batch = config.train.batch_size
     if schedule is None:
         return config.train.gradient_accumulation_steps
-    return max((one.micro_batches for one in group_windows(schedule, batch, world_size)), default=1)
+    return max((one.micro_batches for one in group_windows(schedule, config.train.batch_size)), default=1)
 
 
 def training_seconds(window_groups: Sequence[WindowGroup], expert_times: Sequence[StepTime]) -> float:
     """The time of all windows. Experts alternate, so each trains its share of every window size."""
-    mean_window_s = [
-        sum(time.window_s(part.micro_batches) for time in expert_times) / len(expert_times) for part in window_groups
-    ]
-    return sum(part.count * seconds for part, seconds in zip(window_groups, mean_window_s, strict=True))
+
+    def mean_window_s(group: WindowGroup) -> float:
+        return sum(time.window_s(group.micro_batches) for time in expert_times) / len(expert_times)
+
+    return sum(group.count * mean_window_s(group) for group in window_groups)
 
 
 def mean_step_time(times: Sequence[StepTime], shares: Sequence[float]) -> StepTime:
@@ -97,9 +86,8 @@ def interpolate_by_tokens(seconds_by_tokens: Mapping[int, float], tokens: int) -
         return points[0][1] * tokens / points[0][0]
     points = points if len(points) >= 3 else [(0, 0.0), *points]
     points = sorted(points, key=lambda point: (abs(point[0] - tokens), point[0]))[:3]
-    return sum(
-        value * prod((tokens - other) / (at - other) for other, _ in points if other != at) for at, value in points
-    )
+    others = {at: [other for other, _ in points if other != at] for at, _ in points}
+    return sum(value * prod((tokens - other) / (at - other) for other in others[at]) for at, value in points)
 
 
 def validation_count(settings: ValidationSettings, total_steps: int) -> int:

@@ -16,7 +16,7 @@ from supertuner.data.ordering.buckets import Bucket
 from supertuner.plan.forecast import duration
 from supertuner.plan.forecast.phase_memory import forecast_phases, validation_bucket
 from supertuner.plan.forecast.results import MachineCapacity, PhaseForecast, RunForecast, RunTiming, SuggestedChange
-from supertuner.plan.forecast.run_model import ExpertForecast, RunModel
+from supertuner.plan.forecast.run_model import ExpertForecast, RunModel, fullest_expert
 from supertuner.plan.forecast.storage import total_storage
 from supertuner.plan.forecast.suggestion_baseline import SuggestionBaseline
 from supertuner.plan.forecast.suggestions import suggest_changes
@@ -27,6 +27,7 @@ from supertuner.plan.forecast.trace_provider import CachedTraceProvider
 from supertuner.plan.placement.plan import MemoryPlan
 from supertuner.plan.placement.planner import RunPlanner
 from supertuner.plan.placement.throughput import MachineRates
+from supertuner.plan.trace.inference_phases import sample_work
 
 ASSUMED_COMPUTE_SHARE = 0.4
 """Share of the published peak rates for a second column of times: 400 of a GH200's 990 TFLOPS. An assumption, not a
@@ -59,18 +60,14 @@ class RunEstimate:
     """The source of the trainer's plans; None: the run follows none."""
 
     def fullest_expert(self) -> ExpertForecast:
-        return max(self.experts, key=lambda one: one.trace.peak()[0])
-
-    def idle_bytes(self, trained_expert: ExpertForecast) -> int:
-        """Bytes of the other experts while this one is trained."""
-        return sum(one.resident_bytes for one in self.experts if one is not trained_expert)
+        return fullest_expert(self.experts)
 
     def memory_timeline(self) -> MemoryTimeline:
         """The memory of the fullest expert's step over time, with everything on the GPU."""
-        expert_forecast = self.fullest_expert()
+        expert = self.fullest_expert()
         rates = MachineRates.from_machine(self.forecast.capacity.machine)
         seconds_of = None if rates.unknown_rates else rates.seconds
-        return build_timeline(expert_forecast.trace, seconds_of, self.idle_bytes(expert_forecast))
+        return build_timeline(expert.trace, seconds_of, expert.steps.table.idle_bytes)
 
 
 def estimate_run(
@@ -166,7 +163,7 @@ def _forecast_timing(run: RunModel, compute_share: float | None) -> tuple[RunTim
         left_out=(*unknown, "reading and decoding files, loading weights, writing checkpoints"),
     )
     share = ASSUMED_COMPUTE_SHARE if compute_share is None else compute_share
-    return forecast_timing(run_work, run.capacity.machine, run.limits, run.rates, (1.0, share)), ""
+    return forecast_timing(run_work, run.limits, run.rates, (1.0, share)), ""
 
 
 def _token_shares(run: RunModel) -> dict[int, float]:
@@ -187,14 +184,12 @@ def _encoding_work(run: RunModel) -> tuple[RepeatedWork, ...] | None:
     for dataset in run.datasets:
         if dataset.samples is None or dataset.captions is None:
             return None
-        volume += dataset.cached_media_variants * sum(
-            one.samples * prod(one.bucket.shape) for one in dataset.bucket_counts
-        )
+        pixels = sum(one.samples * prod(one.bucket.shape) for one in dataset.bucket_counts)
+        volume += dataset.cached_media_variants * pixels
         captions += dataset.cached_text_variants * dataset.captions.count
-    media, text = run.traces.media_trace(run.largest_bucket), run.traces.text_trace()
-    return RepeatedWork.from_trace(media, volume / prod(run.largest_bucket.shape)), RepeatedWork.from_trace(
-        text, captions
-    )
+    samples = volume / prod(run.largest_bucket.shape)
+    media = RepeatedWork.from_trace(run.traces.media_trace(run.largest_bucket), samples)
+    return media, RepeatedWork.from_trace(run.traces.text_trace(), captions)
 
 
 def _sampling_work(run: RunModel) -> tuple[RepeatedWork, ...] | None:
@@ -204,7 +199,7 @@ def _sampling_work(run: RunModel) -> tuple[RepeatedWork, ...] | None:
     count = duration.validation_count(settings, run.schedule.total_steps) * duration.samples_per_validation(settings)
     if not count:
         return ()
-    work = run.traces.sampling_trace(validation_bucket(run)).total_work(settings.inference_steps)
+    work = sample_work(run.traces.sampling_trace(validation_bucket(run)), settings.inference_steps)
     return (RepeatedWork((work,), count),)
 
 
@@ -213,19 +208,19 @@ def _sampling_work(run: RunModel) -> tuple[RepeatedWork, ...] | None:
 
 def _suggest_changes(run: RunModel, phases: Sequence[PhaseForecast]) -> tuple[SuggestedChange, ...]:
     """Changes for the expert whose training needs the most memory."""
-    fullest_expert = max(run.experts, key=lambda one: one.trace.peak()[0])
-    training_phase = next(phase for phase in phases if phase.name == fullest_expert.phase)
+    fullest = fullest_expert(run.experts)
+    training_phase = next(phase for phase in phases if phase.name == fullest.phase)
     baseline = SuggestionBaseline(
         config=run.config,
         experts=tuple(one.expert.name for one in run.experts),
         capacity=run.capacity,
         rates=run.rates if run.has_known_rates else None,
-        table=fullest_expert.steps.table,
-        choice=fullest_expert.steps.choice,
+        table=fullest.steps.table,
+        choice=fullest.steps.choice,
         peak_bytes=training_phase.all_on_gpu_bytes,
         other_phases_bytes=max((one.gpu_bytes for one in phases if not one.name.startswith("train ")), default=0),
         host_bytes=total_storage(run.storage, "memory")[0],
-        plan=run.plans.get(fullest_expert.phase),
+        plan=run.plans.get(fullest.phase),
         follows_plans=run.follows_plans,
         limits=run.limits,
     )
@@ -236,14 +231,8 @@ def _notes(run: RunModel) -> list[str]:
     notes = []
     if run.config.parallel.strategy == "fsdp":
         notes.append('all figures are for one process that holds all weights; parallel.strategy "fsdp" is not forecast')
-    return notes + _small_step_notes(run)
-
-
-def _small_step_notes(run: RunModel) -> list[str]:
-    if not run.has_known_rates:
-        return []
     works = [span.work for span in run.experts[0].trace.spans]
     launch_s = LAUNCH_S * sum(work.operators for work in works)
-    if sum(map(run.rates.seconds, works)) >= launch_s:
-        return []
-    return ["a step this small mostly launches operators; the modelled time does not include the launches"]
+    if run.has_known_rates and sum(map(run.rates.seconds, works)) < launch_s:
+        notes.append("a step this small mostly launches operators; the modelled time does not include the launches")
+    return notes

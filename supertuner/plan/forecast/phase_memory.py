@@ -20,19 +20,12 @@ WAITING_EXPERT = "the expert that waits"
 
 def forecast_phases(run: RunModel) -> tuple[PhaseForecast, ...]:
     """The phases in the order of the run. Encoders run one after the other, before a denoiser is loaded."""
-    forecasts = [
-        _phase_at_peak(run, run.traces.text_trace()),
-        _phase_at_peak(run, run.traces.media_trace(run.largest_bucket), certain=False),
-    ]
-    forecasts += [_training_phase(run, one) for one in run.experts]
-    if makes_samples(run):
-        forecasts.append(_sampling_phase(run))
-    return tuple(forecasts)
-
-
-def makes_samples(run: RunModel) -> bool:
+    text = _phase_at_peak(run, run.traces.text_trace())
+    media = _phase_at_peak(run, run.traces.media_trace(run.largest_bucket), certain=False)
     settings = run.config.validation
-    return settings.at_start or settings.at_end or settings.every_steps is not None
+    makes_samples = settings.at_start or settings.at_end or settings.every_steps is not None
+    training = (_training_phase(run, one) for one in run.experts)
+    return (text, media, *training, *([_sampling_phase(run)] if makes_samples else []))
 
 
 def validation_bucket(run: RunModel) -> Bucket:
@@ -45,40 +38,32 @@ def validation_bucket(run: RunModel) -> Bucket:
     return Bucket(kind, width, height, frames, channels=3)
 
 
-def _training_phase(run: RunModel, expert_forecast: ExpertForecast) -> PhaseForecast:
-    certain = not run.traces.is_convolutional(expert_forecast.expert)
-    phase = _phase_at_peak(
-        run, expert_forecast.trace, idle_bytes=expert_forecast.steps.table.idle_bytes, certain=certain
-    )
+def _training_phase(run: RunModel, training: ExpertForecast) -> PhaseForecast:
+    certain, table = not run.traces.is_convolutional(training.expert), training.steps.table
+    phase = _phase_at_peak(run, training.trace, idle_bytes=table.idle_bytes, certain=certain)
     if run.micro_batches > 1:
-        gradients = sum(block.gradient_bytes for block in expert_forecast.steps.table.blocks)
-        phase = _add_bytes(
-            phase, TensorKind.GRADIENT.label, max(0, gradients - phase.gpu.get(TensorKind.GRADIENT.label, 0))
-        )
-    return replace(_add_bytes(phase, ENCODERS, run.encoder_bytes), plan=expert_forecast.steps.plan)
+        gradients, label = sum(block.gradient_bytes for block in table.blocks), TensorKind.GRADIENT.label
+        phase = _add_bytes(phase, label, max(0, gradients - phase.gpu.get(label, 0)))
+    return replace(_add_bytes(phase, ENCODERS, run.encoder_bytes), plan=training.steps.plan)
 
 
 def _sampling_phase(run: RunModel) -> PhaseForecast:
     """At a validation everything is on the GPU at once, except an expert that the plan keeps in host memory."""
-    phase = _phase_at_peak(run, run.traces.sampling_trace(validation_bucket(run)).trace, certain=False)
+    phase = _phase_at_peak(run, run.traces.sampling_trace(validation_bucket(run)), certain=False)
     plans = [one.steps.plan for one in run.experts if one.steps.plan is not None]
     if not any(plan.idle_at_home for plan in plans):
         return phase
-    idle_bytes = min(one.steps.table.idle_bytes for one in run.experts)
-    return replace(
-        _add_bytes(phase, TensorKind.FROZEN.label, -min(idle_bytes, phase.gpu[TensorKind.FROZEN.label])),
-        host={WAITING_EXPERT: idle_bytes},
-    )
+    idle_bytes, label = min(one.steps.table.idle_bytes for one in run.experts), TensorKind.FROZEN.label
+    return replace(_add_bytes(phase, label, -min(idle_bytes, phase.gpu[label])), host={WAITING_EXPERT: idle_bytes})
 
 
 def _add_bytes(phase: PhaseForecast, class_name: str, nbytes: int) -> PhaseForecast:
     """The phase with `nbytes` more of a class."""
     if not nbytes:
         return phase
-    reserved_bytes = None if phase.reserved_bytes is None else phase.reserved_bytes + nbytes
-    return replace(
-        phase, gpu={**phase.gpu, class_name: phase.gpu.get(class_name, 0) + nbytes}, reserved_bytes=reserved_bytes
-    )
+    gpu = {**phase.gpu, class_name: phase.gpu.get(class_name, 0) + nbytes}
+    reserved = phase.reserved_bytes
+    return replace(phase, gpu=gpu, reserved_bytes=None if reserved is None else reserved + nbytes)
 
 
 def _phase_at_peak(run: RunModel, trace: ExecutionTrace, *, idle_bytes: int = 0, certain: bool = True) -> PhaseForecast:
@@ -87,21 +72,15 @@ def _phase_at_peak(run: RunModel, trace: ExecutionTrace, *, idle_bytes: int = 0,
     If that does not fit, the reservation without a limit is reported.
     """
     live_bytes = trace.live_bytes_by_kind(trace.peak()[1])
-    gpu = {kind.label: nbytes for kind, nbytes in live_bytes.items() if nbytes} | (
-        {IDLE_EXPERTS: idle_bytes} if idle_bytes else {}
-    )
+    by_class = {**{kind.label: nbytes for kind, nbytes in live_bytes.items()}, IDLE_EXPERTS: idle_bytes}
+    gpu = {name: nbytes for name, nbytes in by_class.items() if nbytes}
     notes, reserved_bytes = trace.notes, None
     if not run.capacity.on_cpu:
         gpu_bytes = run.capacity.gpu_bytes
-        allocator_peaks = simulate_allocator(
-            trace, limit_bytes=None if gpu_bytes is None else max(0, gpu_bytes - idle_bytes)
-        )
-        if not allocator_peaks.fits:
-            allocator_peaks = simulate_allocator(trace)
-        elif allocator_peaks.retries:
-            notes = (
-                *notes,
-                f"{trace.phase}: the allocator releases cached memory {allocator_peaks.retries} times to fit",
-            )
-        reserved_bytes = allocator_peaks.reserved_bytes + idle_bytes
+        peaks = simulate_allocator(trace, limit_bytes=None if gpu_bytes is None else max(0, gpu_bytes - idle_bytes))
+        if not peaks.fits:
+            peaks = simulate_allocator(trace)
+        elif peaks.retries:
+            notes += (f"{trace.phase}: the allocator releases cached memory {peaks.retries} times to fit",)
+        reserved_bytes = peaks.reserved_bytes + idle_bytes
     return PhaseForecast(trace.phase, gpu, reserved_bytes, notes=notes, certain=certain)

@@ -92,10 +92,8 @@ def _device_capacity(device: torch.device, host: HostFacts) -> MachineCapacity:
     """The memory that is free on the device that the run computes on."""
     if device.type == "cuda":
         return find_machine_capacity(THIS_MACHINE, host, device.index or 0)
-    available = host.memory_available()
-    return MachineCapacity(
-        replace(MACHINES["cpu"], title=f"this machine ({device})"), "this machine", None, available, "available"
-    )
+    cpu = replace(MACHINES["cpu"], title=f"this machine ({device})")
+    return MachineCapacity(cpu, "this machine", None, host.memory_available(), "available")
 
 
 def _why_not_needed(config: RunConfig, capacity: MachineCapacity) -> str | None:

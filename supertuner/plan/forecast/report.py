@@ -8,39 +8,17 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from supertuner.core.types import GIB, MIB, bytes_text
-from supertuner.plan.forecast.results import (
-    FitStatus,
-    RunForecast,
-    RunTiming,
-    SuggestedChange,
-    capacity_text,
-    run_duration_text,
-    step_duration_text,
-    verdict_text,
-)
-from supertuner.plan.forecast.storage import total_storage
+from supertuner.plan.forecast import results
+from supertuner.plan.forecast.results import FitStatus, RunForecast, RunTiming, SuggestedChange
+from supertuner.plan.forecast.storage import StorageLocation, total_storage
+from supertuner.plan.placement.plan import PlanEstimate
 
-TENSOR_CLASSES = (
-    "frozen weights",
-    "idle experts",
-    "encoders",
-    "trained weights",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "temporaries",
-    "batch",
-)
-_SHORT_NAMES = {
-    "frozen weights": "frozen",
-    "idle experts": "idle",
-    "trained weights": "trained",
-    "gradients": "gradients",
-    "optimizer state": "state",
-    "activations": "activations",
-    "temporaries": "temporary",
+COLUMN_HEADINGS = {
+    "frozen weights": "frozen", "idle experts": "idle", "encoders": "encoders", "trained weights": "trained",
+    "gradients": "gradients", "optimizer state": "state", "activations": "activations", "temporaries": "temporary",
     "batch": "batch",
-}
+}  # fmt: skip
+"""Classes of tensors in the order of the table's columns."""
 
 
 def change_text(change: SuggestedChange) -> str:
@@ -53,28 +31,15 @@ def change_text(change: SuggestedChange) -> str:
 
 def report_lines(forecast: RunForecast) -> list[str]:
     """The whole page."""
-    lines = [
-        f"{forecast.model}: {forecast.settings}",
-        f"{capacity_text(forecast.capacity)} ({forecast.capacity.source})",
-        "",
-        verdict_text(forecast),
-        "",
-        *_phase_table(forecast),
-        "",
-        *_storage_table(forecast),
-    ]
-    lines += [
-        "",
-        *_timing_table(forecast.timing, forecast.why_no_timing, forecast.verdict.fit is FitStatus.DOES_NOT_FIT),
-    ]
+    does_not_fit = forecast.verdict.fit is FitStatus.DOES_NOT_FIT
+    machine = f"{results.capacity_text(forecast.capacity)} ({forecast.capacity.source})"
+    lines = [f"{forecast.model}: {forecast.settings}", machine, "", results.verdict_text(forecast)]
+    lines += ["", *_phase_table(forecast), "", *_storage_table(forecast)]
+    lines += ["", *_timing_table(forecast.timing, forecast.why_no_timing, does_not_fit)]
     if any(not plan.keeps_all_on_gpu for plan in forecast.plans.values()):
         lines += ["", *_plan_lines(forecast)]
     if forecast.changes:
-        heading = (
-            "changes that would make it fit"
-            if forecast.verdict.fit is FitStatus.DOES_NOT_FIT
-            else "changes that would make it faster"
-        )
+        heading = f"changes that would make it {'fit' if does_not_fit else 'faster'}"
         lines += ["", *_change_table(forecast.changes, heading)]
     notes = dict.fromkeys([*forecast.notes, *(note for phase in forecast.phases for note in phase.notes)])
     lines += ["", *(f"note: {note}" for note in notes), "modelled throughout: nothing here was measured on a GPU"]
@@ -83,31 +48,24 @@ def report_lines(forecast: RunForecast) -> list[str]:
 
 def _phase_table(forecast: RunForecast) -> list[str]:
     """One row per phase, one column per class of tensor; in GiB, or in MiB if everything is below 1 GiB."""
-    shown_classes = [name for name in TENSOR_CLASSES if any(phase.gpu.get(name) for phase in forecast.phases)]
-    shown_classes += sorted({name for phase in forecast.phases for name in phase.gpu if name not in TENSOR_CLASSES})
-    largest_bytes = max((phase.gpu_bytes for phase in forecast.phases), default=0)
-    unit, name = (GIB, "GiB") if largest_bytes >= GIB else (MIB, "MiB")
+    classes = [name for name in COLUMN_HEADINGS if any(phase.gpu.get(name) for phase in forecast.phases)]
+    classes += sorted({name for phase in forecast.phases for name in phase.gpu if name not in COLUMN_HEADINGS})
+    unit, unit_name = (GIB, "GiB") if forecast.peak_bytes >= GIB else (MIB, "MiB")
     where = "host" if forecast.capacity.on_cpu else "GPU"
     reserved = any(phase.reserved_bytes is not None for phase in forecast.phases)
-    head = [
-        f"{where} memory, {name}",
-        "peak",
-        *(["reserved"] if reserved else []),
-        *(_SHORT_NAMES.get(c, c) for c in shown_classes),
-    ]
-    rows = [head]
+    head = [f"{where} memory, {unit_name}", "peak", *(["reserved"] if reserved else [])]
+    rows = [head + [COLUMN_HEADINGS.get(name, name) for name in classes]]
     for phase in forecast.phases:
         row = [phase.name + ("" if phase.certain else " *"), _size_cell(sum(phase.gpu.values()), unit)]
         if reserved:
             row.append("" if phase.reserved_bytes is None else _size_cell(phase.reserved_bytes, unit))
-        rows.append(row + [_size_cell(phase.gpu.get(one, 0), unit) for one in shown_classes])
+        rows.append(row + [_size_cell(phase.gpu.get(one, 0), unit) for one in classes])
         if phase.plan is not None and phase.plan_estimate is not None and not phase.plan.keeps_all_on_gpu:
             rows.append(["  by its plan", _size_cell(phase.plan_estimate.gpu_peak_bytes, unit)])
-    certain = all(phase.certain for phase in forecast.phases)
-    return [
-        *align_columns(rows),
-        *([] if certain else ["  * convolutions: the workspaces of cuDNN are not known without the GPU"]),
-    ]
+    lines = align_columns(rows)
+    if not all(phase.certain for phase in forecast.phases):
+        lines.append("  * convolutions: the workspaces of cuDNN are not known without the GPU")
+    return lines
 
 
 def _storage_table(forecast: RunForecast) -> list[str]:
@@ -119,8 +77,9 @@ def _storage_table(forecast: RunForecast) -> list[str]:
             extra[what] = max(extra.get(what, 0), nbytes)
     rows += [[what, _size_text(nbytes), "memory", ""] for what, nbytes in extra.items()]
     most = max((phase.host_bytes for phase in forecast.phases), default=0)
-    for where, more in (("memory", most), ("disk", 0)):
-        nbytes, is_complete = total_storage(forecast.stored, "memory" if where == "memory" else "disk")
+    totals: tuple[tuple[StorageLocation, int], ...] = (("memory", most), ("disk", 0))
+    for where, more in totals:
+        nbytes, is_complete = total_storage(forecast.stored, where)
         prefix = "" if is_complete else "at least "
         rows.append([f"{where} in total", prefix + bytes_text(nbytes + more), where, "at the peak" if more else ""])
     return align_columns(rows, right_aligned={1})
@@ -131,13 +90,13 @@ def _timing_table(timing: RunTiming | None, why_no_timing: str, does_not_fit: bo
     if timing is None:
         return [f"time: {why_no_timing}"]
     paces = timing.paces
-    rows = [
-        ["time, if it did fit" if does_not_fit else "time", *(_share_heading(pace.compute_share) for pace in paces)]
-    ]
+    shares = [pace.compute_share for pace in paces]
+    headings = ("at peak rates" if share == 1.0 else f"at {share:.0%} of peak" for share in shares)
+    rows = [["time, if it did fit" if does_not_fit else "time", *headings]]
     plural = "es" if timing.micro_batches != 1 else ""
     step_text = f"a step of {timing.window} samples in {timing.micro_batches} micro-batch{plural}"
-    rows.append([step_text, *(step_duration_text(pace.step_s) for pace in paces)])
-    rows.append([f"its bound ({paces[0].bounded_by})", *(step_duration_text(pace.bound_s) for pace in paces)])
+    rows.append([step_text, *(results.step_duration_text(pace.step_s) for pace in paces)])
+    rows.append([f"its bound ({paces[0].bounded_by})", *(results.step_duration_text(pace.bound_s) for pace in paces)])
     rows.append(["samples a second", *(f"{timing.window / pace.step_s:.3g}" for pace in paces)])
     if timing.steps is not None and timing.samples is not None:
         grows = f", windows of {timing.first_window} to {timing.window}" if timing.first_window < timing.window else ""
@@ -149,23 +108,18 @@ def _timing_table(timing: RunTiming | None, why_no_timing: str, does_not_fit: bo
     return [*align_columns(rows), *(f"  not included: {what}" for what in timing.left_out)]
 
 
-def _share_heading(share: float) -> str:
-    return "at peak rates" if share == 1.0 else f"at {share:.0%} of peak"
-
-
 def _duration_cell(seconds: float | None) -> str:
-    return "not known" if seconds is None else run_duration_text(seconds) if seconds else "none"
+    return "not known" if seconds is None else results.run_duration_text(seconds) if seconds else "none"
 
 
 def _plan_lines(forecast: RunForecast) -> list[str]:
     """The reasons of each plan. Phases with the same plan are listed together."""
-    phases_by_plan: dict[tuple[object, ...], list[str]] = {}
+    phases_by_plan: dict[tuple[bool, PlanEstimate | None, tuple[str, ...]], list[str]] = {}
     for phase, plan in forecast.plans.items():
         phases_by_plan.setdefault((plan.fits, plan.modelled, plan.reasons), []).append(phase)
     followed = any(phase.plan_estimate is not None for phase in forecast.phases)
     lines = ["where things live, by the plan that the run follows" if followed else "where a plan would put things"]
     for (_, _, reasons), phases in phases_by_plan.items():
-        assert isinstance(reasons, tuple)
         lines += [f"  {', '.join(phases)}", *(f"    {reason}" for reason in reasons)]
     return lines
 
@@ -204,9 +158,6 @@ def align_columns(rows: Sequence[Sequence[str]], right_aligned: Collection[int] 
         if not any(row[1:]):
             lines.append(row[0])
             continue
-        padded = [
-            cell.rjust(width) if at in numbers else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        padded = [cell.rjust(widths[at]) if at in numbers else cell.ljust(widths[at]) for at, cell in enumerate(row)]
         lines.append("  ".join(padded).rstrip())
     return lines

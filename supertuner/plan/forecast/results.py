@@ -6,7 +6,7 @@ figures of a table of machines. An unknown value is None, and a total that lacks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
@@ -211,27 +211,16 @@ class RunForecast:
         return max(self.phases, key=lambda phase: phase.all_on_gpu_bytes, default=None)
 
     @property
-    def stored_host_bytes(self) -> int:
-        """Host memory of staged files, caches and batches, as far as it is known."""
-        return total_storage(self.stored, "memory")[0]
-
-    @property
     def verdict(self) -> FitVerdict:
         """The worst verdict over all phases: `does not fit` before `fits tightly`; among equals the fullest."""
-        verdicts = [
-            verdict for phase in self.phases for verdict in judge_phase(phase, self.capacity, self.stored_host_bytes)
-        ]
+        stored = total_storage(self.stored, "memory")[0]
+        verdicts = [verdict for phase in self.phases for verdict in judge_phase(phase, self.capacity, stored)]
         return max(verdicts, key=_severity, default=FitVerdict("", FitStatus.UNKNOWN, 0, None, "GPU memory"))
 
     def to_dict(self) -> dict[str, JSON]:
         """Everything as JSON values, in bytes and seconds. None: unknown."""
         verdict, capacity, timing = self.verdict, self.capacity, self.timing
-        machine = {
-            "key": capacity.machine.key,
-            "title": capacity.title,
-            "gpu_bytes": capacity.gpu_bytes,
-            "host_bytes": capacity.host_bytes,
-        }
+        sizes = {"gpu_bytes": capacity.gpu_bytes, "host_bytes": capacity.host_bytes, "one_pool": capacity.one_pool}
         return {
             "modelled": True,
             "verdict": verdict_text(self),
@@ -239,7 +228,7 @@ class RunForecast:
             "judged": {**asdict(verdict), "spare_bytes": verdict.spare_bytes},
             "model": self.model,
             "settings": self.settings,
-            "machine": {**machine, "one_pool": capacity.one_pool, "source": capacity.source},
+            "machine": {"key": capacity.machine.key, "title": capacity.title, **sizes, "source": capacity.source},
             "phases": [{**asdict(one), "gpu_peak_bytes": one.gpu_bytes} for one in self.phases],
             "stored": [asdict(one) for one in self.stored],
             "timing": None if timing is None else asdict(timing),
@@ -269,17 +258,19 @@ def judge_phase(phase: PhaseForecast, capacity: MachineCapacity, stored_bytes: i
 
 def _fit_verdict(phase: PhaseForecast, need: int, have: int | None, where: str) -> FitVerdict:
     if have is None:
-        return FitVerdict(phase.name, FitStatus.UNKNOWN, need, have, where)
-    fit = FitStatus.DOES_NOT_FIT if need > have else FitStatus.TIGHT if need > TIGHT_SHARE * have else FitStatus.FITS
+        fit = FitStatus.UNKNOWN
+    elif need > have:
+        fit = FitStatus.DOES_NOT_FIT
+    else:
+        fit = FitStatus.TIGHT if need > TIGHT_SHARE * have else FitStatus.FITS
     return FitVerdict(phase.name, fit, need, have, where)
 
 
 def _severity(verdict: FitVerdict) -> tuple[int, float]:
     """A missing byte counts most. Host memory of unknown size counts least: a graphics card fits many hosts."""
-    rank = {FitStatus.FITS: 1, FitStatus.TIGHT: 2, FitStatus.DOES_NOT_FIT: 3}.get(
-        verdict.fit, 2 if verdict.where != "host memory" else 0
-    )
-    return rank, verdict.need_bytes / max(1, verdict.have_bytes or 1)
+    unknown = 0 if verdict.where == "host memory" else 2
+    ranks = {FitStatus.FITS: 1, FitStatus.TIGHT: 2, FitStatus.DOES_NOT_FIT: 3, FitStatus.UNKNOWN: unknown}
+    return ranks[verdict.fit], verdict.need_bytes / max(1, verdict.have_bytes or 1)
 
 
 # ── one line ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -290,7 +281,12 @@ def verdict_text(forecast: RunForecast) -> str:
     take."""
     verdict = forecast.verdict
     planned = any(phase.name == verdict.phase and phase.plan_estimate is not None for phase in forecast.phases)
-    return "; ".join([_fit_text(verdict, forecast.capacity.title, planned), *_time_text(forecast)])
+    fit = _fit_text(verdict, forecast.capacity.title, planned)
+    if forecast.timing is None or verdict.fit is FitStatus.DOES_NOT_FIT:
+        return fit
+    at_peak_rates = forecast.timing.paces[0]
+    total = "" if at_peak_rates.total_s is None else f", the run at least {run_duration_text(at_peak_rates.total_s)}"
+    return f"{fit}; a step takes at least {step_duration_text(at_peak_rates.step_s)}{total}"
 
 
 def _fit_text(verdict: FitVerdict, machine: str, planned: bool) -> str:
@@ -307,14 +303,6 @@ def _fit_text(verdict: FitVerdict, machine: str, planned: bool) -> str:
     return f"modelled: fits {machine}: {need_text} {have_text}, {spare_text}"
 
 
-def _time_text(forecast: RunForecast) -> Iterator[str]:
-    if forecast.timing is None or forecast.verdict.fit is FitStatus.DOES_NOT_FIT:
-        return
-    at_peak_rates = forecast.timing.paces[0]
-    total = "" if at_peak_rates.total_s is None else f", the run at least {run_duration_text(at_peak_rates.total_s)}"
-    yield f"a step takes at least {step_duration_text(at_peak_rates.step_s)}{total}"
-
-
 def step_duration_text(seconds: float) -> str:
     """`8.1 ms`, `0.4 s`, `3 min 20 s`, `2 h 05 min`."""
     return f"{seconds * 1000:.2g} ms" if seconds < 0.1 else duration_text(seconds)
@@ -329,8 +317,7 @@ def capacity_text(capacity: MachineCapacity) -> str:
     """`GH200 96 GB: 96.0 GiB of GPU memory, 480 GiB of host memory`."""
     if capacity.one_pool and capacity.gpu_bytes is not None:
         return f"{capacity.title}: one pool of {bytes_text(capacity.gpu_bytes)}"
-    gpu = "" if capacity.gpu_bytes is None else f"{bytes_text(capacity.gpu_bytes)} of GPU memory"
-    host = (
-        "host memory not known" if capacity.host_bytes is None else f"{bytes_text(capacity.host_bytes)} of host memory"
-    )
-    return f"{capacity.title}: {', '.join(filter(None, (gpu, host)))}"
+    gpu = "" if capacity.gpu_bytes is None else f"{bytes_text(capacity.gpu_bytes)} of GPU memory, "
+    host = capacity.host_bytes
+    host_text = "host memory not known" if host is None else f"{bytes_text(host)} of host memory"
+    return f"{capacity.title}: {gpu}{host_text}"

@@ -1,26 +1,26 @@
 """A configured run on a machine before it starts: the shapes of its samples, its traced steps, its plans, its storage.
 
-A `TraceProvider` supplies the traces, made now or read from a cache. Nothing is loaded, staged or written here.
+A `CachedTraceProvider` supplies the traces, made now or read from a cache. Nothing is loaded, staged or written here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import ModelError
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.models.adapters import attach as adapters
-from supertuner.models.spec import Expert, Family, ModelDescription
+from supertuner.models.spec import Expert
 from supertuner.optim.schedule import TrainingSchedule
 from supertuner.plan.forecast import dataset_sizes, duration
 from supertuner.plan.forecast.dataset_sizes import DatasetSize
 from supertuner.plan.forecast.results import HOST_SHARE, TIGHT_SHARE, MachineCapacity
-from supertuner.plan.forecast.storage import EncodedSizes, ExpertStateSizes, StorageItem, list_storage, total_storage
+from supertuner.plan.forecast.storage import ExpertStateSizes, StorageItem, list_storage, total_storage
 from supertuner.plan.forecast.suggestion_baseline import configured_choice
 from supertuner.plan.forecast.timing import ExpertSteps
+from supertuner.plan.forecast.trace_provider import CachedTraceProvider
 from supertuner.plan.placement.memory_needs import PER_PARAMETER_OPTIMIZERS
 from supertuner.plan.placement.plan import MemoryPlan
 from supertuner.plan.placement.plan_step import plan_step
@@ -28,7 +28,6 @@ from supertuner.plan.placement.planner import RunPlanner
 from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
-from supertuner.plan.trace.inference_phases import SampleTrace
 from supertuner.plan.trace.step_table_builder import build_step_table
 from supertuner.step.expert_setup import selected_experts
 
@@ -37,32 +36,6 @@ SHAPES_TRACED = 3
 SAME_SIZE_TOLERANCE = 0.05
 """Two shapes whose token counts differ by less than this share count as one."""
 RESIDENT_KINDS = (TensorKind.FROZEN, TensorKind.TRAINED, TensorKind.STATE)
-
-
-class TraceProvider(Protocol):
-    """Supplies the traces of the phases of a configured run."""
-
-    @property
-    def family(self) -> Family: ...
-    @property
-    def model(self) -> ModelDescription: ...
-    def tokens_per_sample(self, bucket: Bucket) -> int: ...
-    def is_convolutional(self, expert: Expert) -> bool:
-        """Whether a large share of the expert's parameters are convolutions, whose workspaces only the GPU knows."""
-
-    def training_trace(
-        self, expert: Expert, bucket: Bucket, checkpointing: bool, micro_batches: int = 1
-    ) -> ExecutionTrace: ...
-    def media_trace(self, bucket: Bucket) -> ExecutionTrace:
-        """Encoding one sample."""
-
-    def text_trace(self) -> ExecutionTrace:
-        """Encoding one caption."""
-
-    def sampling_trace(self, bucket: Bucket) -> SampleTrace:
-        """Generating one sample, with everything that is on the GPU at a validation."""
-
-    def encoded_sizes(self) -> EncodedSizes: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -78,17 +51,17 @@ class ExpertForecast:
     def phase(self) -> str:
         return f"train {self.expert.name}"
 
-    @property
-    def resident_bytes(self) -> int:
-        """Weights and optimizer state: what the expert occupies while another one is trained."""
-        return _resident_bytes(self.trace)
+
+def fullest_expert(experts: Sequence[ExpertForecast]) -> ExpertForecast:
+    """The expert whose step needs the most memory with everything on the GPU."""
+    return max(experts, key=lambda one: one.trace.peak()[0])
 
 
 class RunModel:
     """What memory, time and suggestions of a forecast are all derived from; computed once."""
 
     def __init__(
-        self, config: RunConfig, capacity: MachineCapacity, traces: TraceProvider, datasets: tuple[DatasetSize, ...]
+        self, config: RunConfig, capacity: MachineCapacity, traces: CachedTraceProvider, datasets: Sequence[DatasetSize]
     ) -> None:
         capacity = replace(capacity, has_overflow=config.memory.overflow.enabled and not capacity.one_pool)
         self.config, self.capacity, self.traces, self.datasets = config, capacity, traces, datasets
@@ -138,11 +111,9 @@ class RunModel:
         experts = selected_experts(self.config, self.traces.model)
         traces = {expert.name: self._configured_trace(expert) for expert in experts}
         resident_bytes = {name: _resident_bytes(trace) for name, trace in traces.items()}
-        forecasts = []
-        for expert in experts:
-            idle = sum(nbytes for name, nbytes in resident_bytes.items() if name != expert.name)
-            forecasts.append(ExpertForecast(expert, traces[expert.name], self._expert_steps(expert, idle)))
-        return tuple(forecasts)
+        idle_bytes = {name: sum(resident_bytes.values()) - nbytes for name, nbytes in resident_bytes.items()}
+        steps = {expert.name: self._expert_steps(expert, idle_bytes[expert.name]) for expert in experts}
+        return tuple(ExpertForecast(expert, traces[expert.name], steps[expert.name]) for expert in experts)
 
     def _configured_trace(self, expert: Expert) -> ExecutionTrace:
         """The trace of a window with the configured checkpointing.
@@ -161,11 +132,8 @@ class RunModel:
             return replace(built, by_pieces=self.config.optimizer.name in PER_PARAMETER_OPTIMIZERS)
 
         largest = table(self.largest_bucket)
-        others = (
-            {self.traces.tokens_per_sample(bucket): table(bucket) for bucket in self._other_size_buckets()}
-            if self.has_known_rates
-            else {}
-        )
+        other_buckets = self._other_size_buckets() if self.has_known_rates else []
+        others = {self.traces.tokens_per_sample(bucket): table(bucket) for bucket in other_buckets}
         choice = configured_choice(largest, self.config.train.gradient_checkpointing)
         return ExpertSteps(largest, choice, None, self.traces.tokens_per_sample(self.largest_bucket), others)
 
@@ -188,21 +156,16 @@ class RunModel:
         return sum(trace.live_bytes_by_kind(0)[TensorKind.FROZEN] for trace in traces)
 
     def _list_storage(self) -> tuple[StorageItem, ...]:
-        trained = tuple(self._state_sizes(one) for one in self.experts)
+        trained = tuple(self._state_sizes(one.expert.name, one.trace) for one in self.experts)
         batch = self.experts[0].steps.table.batch_bytes
         return list_storage(self.config, self.datasets, self.traces.encoded_sizes(), trained, batch)
 
-    def _state_sizes(self, expert_forecast: ExpertForecast) -> ExpertStateSizes:
-        live_bytes = expert_forecast.trace.live_bytes_by_kind(0)
-        parameters = live_bytes[TensorKind.TRAINED]
-        full = adapters.settings_for_expert(self.config.adapter, expert_forecast.expert.name).type == "full"
+    def _state_sizes(self, name: str, trace: ExecutionTrace) -> ExpertStateSizes:
+        live_bytes = trace.live_bytes_by_kind(0)
+        parameters, state = live_bytes[TensorKind.TRAINED], live_bytes[TensorKind.STATE]
+        full = adapters.settings_for_expert(self.config.adapter, name).type == "full"
         halved = full and self.config.train.mixed_precision != "fp32"  # fp32 weights are exported in 16 bits
-        return ExpertStateSizes(
-            expert_forecast.expert.name,
-            parameters,
-            live_bytes[TensorKind.STATE],
-            parameters // 2 if halved else parameters,
-        )
+        return ExpertStateSizes(parameters, state, parameters // 2 if halved else parameters)
 
     def _build_planner(self) -> RunPlanner | None:
         """Searches the plans. Experts with equal steps share one search. None: the size of GPU memory is unknown."""
@@ -226,10 +189,10 @@ class RunModel:
             searched_plans=plans,
         )
 
-    def _with_plan(self, expert_forecast: ExpertForecast) -> ExpertForecast:
-        plan = self.plans.get(expert_forecast.phase)
+    def _with_plan(self, training: ExpertForecast) -> ExpertForecast:
+        plan = self.plans.get(training.phase)
         followed = plan if plan is not None and plan.fits else None
-        return replace(expert_forecast, steps=replace(expert_forecast.steps, plan=followed))
+        return replace(training, steps=replace(training.steps, plan=followed))
 
 
 def _resident_bytes(trace: ExecutionTrace) -> int:
@@ -237,9 +200,8 @@ def _resident_bytes(trace: ExecutionTrace) -> int:
     return sum(live_bytes[kind] for kind in RESIDENT_KINDS)
 
 
-def _require_supported_buckets(traces: TraceProvider, buckets: Mapping[Bucket, float | None]) -> None:
+def _require_supported_buckets(traces: CachedTraceProvider, buckets: Iterable[Bucket]) -> None:
     """Raise the ModelError that training would raise for a bucket that the model cannot process."""
     for bucket in buckets:
-        reason = traces.family.unsupported_reason(traces.model, bucket.shape)
-        if reason is not None:
+        if (reason := traces.family.unsupported_reason(traces.model, bucket.shape)) is not None:
             raise ModelError(f"bucket {bucket.label}: {reason}; change bucket_step, resolution or frames")

@@ -39,19 +39,18 @@ class StorageItem:
 class EncodedSizes:
     """Bytes of encoded samples and captions of a model."""
 
-    latent_bytes: Callable[[Bucket], int | None]
-    """Bytes of an encoded sample of a bucket; None: this bucket cannot be encoded."""
+    latent_bytes: Callable[[Bucket], int]
+    """Bytes of an encoded sample of a bucket."""
     token_bytes: int | None
     """Bytes per token of an encoded caption; None: its size is not proportional to its tokens."""
-    longest_caption_bytes: int | None
-    """Bytes of an encoded caption of the greatest length that the model reads; None: unknown."""
+    longest_caption_bytes: int
+    """Bytes of an encoded caption of the greatest length that the model reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStateSizes:
     """Bytes of an expert's trained parameters, their state and their export."""
 
-    expert: str
     parameter_bytes: int
     state_bytes: int
     """Optimizer state and EMA weights."""
@@ -63,15 +62,16 @@ def list_storage(
     datasets: Sequence[DatasetSize],
     sizes: EncodedSizes,
     experts: Sequence[ExpertStateSizes],
-    batch_bytes: int | None,
+    batch_bytes: int,
 ) -> tuple[StorageItem, ...]:
-    """Everything that the run stores, from staged files to exports. `batch_bytes`: one micro-batch; None: unknown."""
-    cache = config.cache_config
+    """Everything that the run stores, from staged files to exports. `batch_bytes`: one micro-batch."""
+    cache, ahead = config.cache_config, config.loader.batches_ahead + 1
+    batches = f"{ahead} micro-batches in pinned memory"
     return (
         *map(_staged_item, datasets),
         *_cache_items("latents", cache.vae_cache_type, cache.persistent_cache, *_latent_cache_size(datasets, sizes)),
         *_cache_items("text", cache.text_cache_type, cache.persistent_cache, *_text_cache_size(datasets, sizes)),
-        *_batch_items(config, batch_bytes),
+        StorageItem("prefetched batches", "memory", ahead * batch_bytes, batches),
         *_checkpoint_items(config, experts),
     )
 
@@ -92,18 +92,14 @@ def _latent_cache_size(datasets: Sequence[DatasetSize], sizes: EncodedSizes) -> 
     for dataset in datasets:
         if dataset.samples is None:
             return None, f"datasets[{dataset.id}]: {dataset.explanation}"
-        for bucket_count in dataset.bucket_counts:
-            latent_bytes = sizes.latent_bytes(bucket_count.bucket)
-            if latent_bytes is None:
-                return None, f"datasets[{dataset.id}]: the model cannot take {bucket_count.bucket.label}"
-            nbytes += bucket_count.samples * dataset.cached_media_variants * _cache_entry_bytes(latent_bytes)
-            entries += bucket_count.samples * dataset.cached_media_variants
+        for filled in dataset.bucket_counts:
+            count = filled.samples * dataset.cached_media_variants
+            nbytes += count * _cache_entry_bytes(sizes.latent_bytes(filled.bucket))
+            entries += count
     return nbytes, f"{entries:,} encoded samples"
 
 
 def _text_cache_size(datasets: Sequence[DatasetSize], sizes: EncodedSizes) -> tuple[int | None, str]:
-    if sizes.longest_caption_bytes is None:
-        return None, "the size of an encoded caption is not known for this model"
     nbytes, entries, assumes_longest = 0, 0, False
     for dataset in datasets:
         captions = dataset.captions
@@ -114,9 +110,8 @@ def _text_cache_size(datasets: Sequence[DatasetSize], sizes: EncodedSizes) -> tu
             assumes_longest = True
         else:
             tokens = captions.total_bytes + captions.count * SPECIAL_TOKENS
-            max_bytes = min(
-                max_bytes, tokens * sizes.token_bytes + captions.count * (PAGE_BYTES + CACHE_ENTRY_OVERHEAD_BYTES)
-            )
+            overhead = captions.count * (PAGE_BYTES + CACHE_ENTRY_OVERHEAD_BYTES)
+            max_bytes = min(max_bytes, tokens * sizes.token_bytes + overhead)
         nbytes += max_bytes * dataset.cached_text_variants
         entries += captions.count * dataset.cached_text_variants
     bound = "at most: each of the greatest length" if assumes_longest else "at most: one token per byte of text"
@@ -132,21 +127,12 @@ def _cache_items(what: str, kind: str, persistent: bool, nbytes: int | None, how
     return items
 
 
-def _batch_items(config: RunConfig, batch_bytes: int | None) -> list[StorageItem]:
-    ahead = config.loader.batches_ahead + 1
-    nbytes = None if batch_bytes is None else ahead * batch_bytes
-    return [StorageItem("prefetched batches", "memory", nbytes, f"{ahead} micro-batches in pinned memory")]
-
-
 def _checkpoint_items(config: RunConfig, experts: Sequence[ExpertStateSizes]) -> list[StorageItem]:
     checkpoint_bytes = sum(one.parameter_bytes + one.state_bytes for one in experts)
     count = config.checkpoints.keep + 1
-    exports = sum(one.export_bytes for one in experts)
+    exports = StorageItem("exports", "disk", sum(one.export_bytes for one in experts), "the trained weights")
     text = f"{count} of {bytes_text(checkpoint_bytes)}: the last {config.checkpoints.keep}, and one being written"
-    return [
-        StorageItem("checkpoints", "disk", count * checkpoint_bytes, text),
-        StorageItem("exports", "disk", exports, "the trained weights"),
-    ]
+    return [StorageItem("checkpoints", "disk", count * checkpoint_bytes, text), exports]
 
 
 def _cache_entry_bytes(nbytes: int) -> int:

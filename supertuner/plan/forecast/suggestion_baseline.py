@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.plan.forecast.results import MachineCapacity
-from supertuner.plan.placement.choice import PlacementChoice, TimedStep
-from supertuner.plan.placement.memory_needs import compute_memory_needs
-from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan
-from supertuner.plan.placement.step_table import BlockCosts, OperatorWork, StepTable
+from supertuner.plan.placement.choice import PlacementChoice, TimedStep, recompute_where_possible
+from supertuner.plan.placement.plan import MemoryPlan
+from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
 
@@ -47,7 +46,7 @@ class SuggestionBaseline:
             return None
         if self.follows_this_plan and self.plan is not None and self.plan.modelled is not None:
             return self.plan.modelled.seconds
-        return window_seconds_without_plan(self.table, self.choice, self.rates)
+        return seconds_without_plan(self.table, self.choice, self.rates)
 
     @property
     def follows_this_plan(self) -> bool:
@@ -67,56 +66,13 @@ class SuggestionBaseline:
         return self.host_bytes if self.capacity.one_pool else 0
 
 
-PLACEHOLDER_RATES = MachineRates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, one_pool=False)
-"""For memory needs, which do not depend on rates."""
-
-
-def gpu_bytes_needed(table: StepTable, choice: PlacementChoice) -> int:
-    return compute_memory_needs(TimedStep.from_table(table, PLACEHOLDER_RATES), choice).gpu_bytes
-
-
 def configured_choice(table: StepTable, checkpointing: bool) -> PlacementChoice:
     """How a run without a plan runs a step: everything on the GPU, activations kept or recomputed in every block."""
     all_on_gpu = PlacementChoice.all_on_gpu(len(table.blocks))
-    if not checkpointing:
-        return all_on_gpu
-    return replace(
-        all_on_gpu,
-        activations=tuple(
-            ActivationPolicy.RECOMPUTE if b.recomputable else ActivationPolicy.KEEP for b in table.blocks
-        ),
-    )
+    return replace(all_on_gpu, activations=recompute_where_possible(table.blocks)) if checkpointing else all_on_gpu
 
 
-def window_seconds_without_plan(table: StepTable, choice: PlacementChoice, rates: MachineRates) -> float:
+def seconds_without_plan(table: StepTable, choice: PlacementChoice, rates: MachineRates) -> float:
     """Modelled time of a window with everything on the GPU, so that nothing crosses the link."""
     step = TimedStep.from_table(table, rates)
-    recompute_s = sum(
-        s for s, policy in zip(step.forward_s, choice.activations, strict=True) if policy is ActivationPolicy.RECOMPUTE
-    )
-    return table.micro_batches * (step.micro_batch_s + recompute_s) + step.update_s
-
-
-def scale_tokens(table: StepTable, factor: float) -> StepTable:
-    """The step with `factor` times the tokens: activations, temporaries and work are scaled in proportion."""
-    return replace(
-        table,
-        blocks=tuple(_scale_block(block, factor) for block in table.blocks),
-        batch_bytes=round(table.batch_bytes * factor),
-    )
-
-
-def _scale_block(block: BlockCosts, factor: float) -> BlockCosts:
-    return replace(
-        block,
-        saved_bytes=round(block.saved_bytes * factor),
-        input_bytes=round(block.input_bytes * factor),
-        forward_peak_bytes=round(block.forward_peak_bytes * factor),
-        backward_peak_bytes=round(block.backward_peak_bytes * factor),
-        forward=_scale_work(block.forward, factor),
-        backward=_scale_work(block.backward, factor),
-    )
-
-
-def _scale_work(work: OperatorWork, factor: float) -> OperatorWork:
-    return OperatorWork(work.matmul_flops * factor, work.other_flops * factor, work.gpu_bytes * factor, work.operators)
+    return step.passes_s(choice.activations) + step.update_s

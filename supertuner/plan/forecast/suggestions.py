@@ -7,22 +7,18 @@ are scaled from the trace of the current settings, and marked as not exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from supertuner.core.types import MediaKind, bytes_text
 from supertuner.memory.machines import MACHINES, MachineSpec
 from supertuner.plan.forecast.results import HOST_SHARE, TIGHT_SHARE, SuggestedChange
-from supertuner.plan.forecast.suggestion_baseline import (
-    SuggestionBaseline,
-    configured_choice,
-    gpu_bytes_needed,
-    scale_tokens,
-    window_seconds_without_plan,
-)
-from supertuner.plan.placement.choice import PlacementChoice
+from supertuner.plan.forecast.suggestion_baseline import SuggestionBaseline, configured_choice, seconds_without_plan
+from supertuner.plan.placement.choice import PlacementChoice, TimedStep
+from supertuner.plan.placement.memory_needs import compute_memory_needs
 from supertuner.plan.placement.plan_step import plan_step
-from supertuner.plan.placement.step_table import StepTable
+from supertuner.plan.placement.step_table import BlockCosts, OperatorWork, StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
 ADAMW_8BIT_STATE_SHARE = 0.25
@@ -34,6 +30,9 @@ FASTER_THAN = 0.99
 """A change counts as faster if the time is below this share of the current time."""
 FORECAST_ONLY_MACHINES = ("mi300a",)
 """Machines that can be forecast but not trained on: they are not suggested."""
+
+PLACEHOLDER_RATES = MachineRates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, one_pool=False)
+"""For memory needs, which do not depend on rates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +81,9 @@ def _placement_changes(baseline: SuggestionBaseline) -> Iterator[SuggestedChange
         price = f"one expert at a time: {len(baseline.experts)} runs"
         candidate = _Candidate(f"model.experts={baseline.experts[0]}", replace(table, idle_bytes=0), price)
         yield _evaluate(baseline, candidate)
-    if (
-        not config.memory.overflow.enabled
-        and not baseline.capacity.one_pool
-        and baseline.capacity.gpu_bytes is not None
-    ):
-        yield from _overflow_change(baseline, baseline.capacity.gpu_bytes)
+    gpu_bytes = baseline.capacity.gpu_bytes
+    if not config.memory.overflow.enabled and not baseline.capacity.one_pool and gpu_bytes is not None:
+        yield from _overflow_change(baseline, gpu_bytes)
     if baseline.follows_plans:
         return
     checkpointing = not config.train.gradient_checkpointing
@@ -111,14 +107,13 @@ def _overflow_change(baseline: SuggestionBaseline, limit: int) -> Iterator[Sugge
         return
     host = baseline.host_bytes + overflow_bytes
     fits = baseline.capacity.host_bytes is not None and host <= baseline.capacity.host_bytes
-    time = None
-    if baseline.rates is not None and baseline.rates.to_device_bytes_s and baseline.rates.to_host_bytes_s:
-        transfer_s = overflow_bytes / baseline.rates.to_device_bytes_s + overflow_bytes / baseline.rates.to_host_bytes_s
-        plain_s = window_seconds_without_plan(baseline.table, baseline.choice, baseline.rates)
+    time, rates = None, baseline.rates
+    if rates is not None and rates.to_device_bytes_s and rates.to_host_bytes_s:
+        transfer_s = rates.round_trip_s(overflow_bytes)
+        plain_s = seconds_without_plan(baseline.table, baseline.choice, rates)
         time = (plain_s + baseline.table.micro_batches * transfer_s) / (baseline.window_seconds or plain_s)
-    yield SuggestedChange(
-        "memory.overflow.enabled=true", limit, host, fits, time, "at least that time: pages are fetched on demand"
-    )
+    price = "at least that time: pages are fetched on demand"
+    yield SuggestedChange("memory.overflow.enabled=true", limit, host, fits, time, price)
 
 
 # ── sizes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,49 +125,40 @@ def _size_changes(baseline: SuggestionBaseline) -> Iterator[SuggestedChange]:
     if kind not in ("full", "diff") and not config.adapter.dora and config.model.base_weights == "as_computed":
         yield _evaluate(baseline, _int8_candidate(table))
     if config.optimizer.name == "adamw":
-        blocks = tuple(
-            replace(block, state_bytes=round(block.state_bytes * ADAMW_8BIT_STATE_SHARE)) for block in table.blocks
-        )
-        price = "8-bit moments: its steps differ from AdamW's"
-        changed = replace(table, blocks=blocks)
-        yield _evaluate(
-            baseline, _Candidate("optimizer.name=adamw8bit", changed, price, exact=False, same_result=False)
-        )
+        yield _evaluate(baseline, _adamw8bit_candidate(table))
     if batch > 1:
         accumulation = config.train.gradient_accumulation_steps * batch
         settings = f"train.batch_size=1 train.gradient_accumulation_steps={accumulation}"
         changed = replace(scale_tokens(table, 1 / batch), micro_batches=table.micro_batches * batch)
-        yield _evaluate(
-            baseline, _Candidate(settings, changed, "the same window in smaller micro-batches", exact=False)
-        )
+        price = "the same window in smaller micro-batches"
+        yield _evaluate(baseline, _Candidate(settings, changed, price, exact=False))
     yield from _smaller_sample_changes(baseline)
     if kind == "full":
         yield _evaluate(baseline, _adapter_candidate(table))
 
 
+def _adamw8bit_candidate(table: StepTable) -> _Candidate:
+    share = ADAMW_8BIT_STATE_SHARE
+    blocks = tuple(replace(block, state_bytes=round(block.state_bytes * share)) for block in table.blocks)
+    price, changed = "8-bit moments: its steps differ from AdamW's", replace(table, blocks=blocks)
+    return _Candidate("optimizer.name=adamw8bit", changed, price, exact=False, same_result=False)
+
+
 def _int8_candidate(table: StepTable) -> _Candidate:
-    changed = replace(
-        table,
-        blocks=tuple(replace(block, frozen_bytes=block.frozen_bytes // 2) for block in table.blocks),
-        idle_bytes=table.idle_bytes // 2,
-    )
+    blocks = tuple(replace(block, frozen_bytes=block.frozen_bytes // 2) for block in table.blocks)
+    changed = replace(table, blocks=blocks, idle_bytes=table.idle_bytes // 2)
     price = "8-bit weights, unpacked at every use: slower, and slightly less precise"
     return _Candidate("model.base_weights=int8", changed, price, exact=False, timed=False, same_result=False)
 
 
 def _adapter_candidate(table: StepTable) -> _Candidate:
     """The trained weights become frozen 16-bit weights; the adapter is small compared with them and left out."""
-    blocks = tuple(
-        replace(
-            block,
-            frozen_bytes=block.frozen_bytes + block.trained_bytes // 2,
-            trained_bytes=0,
-            gradient_bytes=0,
-            state_bytes=0,
-        )
-        for block in table.blocks
-    )
-    changed = replace(table, blocks=blocks, idle_bytes=0, update_peak_bytes=0)
+
+    def freeze(block: BlockCosts) -> BlockCosts:
+        frozen_bytes = block.frozen_bytes + block.trained_bytes // 2
+        return replace(block, frozen_bytes=frozen_bytes, trained_bytes=0, gradient_bytes=0, state_bytes=0)
+
+    changed = replace(table, blocks=tuple(map(freeze, table.blocks)), idle_bytes=0, update_peak_bytes=0)
     price = "trains an adapter, not the weights"
     return _Candidate("adapter.type=lora", changed, price, exact=False, timed=False, same_result=False)
 
@@ -183,49 +169,36 @@ def _smaller_sample_changes(baseline: SuggestionBaseline) -> Iterator[SuggestedC
     for number, dataset in enumerate(baseline.config.datasets):
         if dataset.held_out or baseline.capacity.gpu_bytes is None:
             continue
-        if dataset.dataset_type is MediaKind.VIDEO and max(dataset.frames) > 1:
+        is_video = dataset.dataset_type is MediaKind.VIDEO and max(dataset.frames) > 1
+        if is_video:
             current = max(dataset.frames)
-            choices = [count for count in range(current - 4, 0, -4) if count % 4 == 1] or [1]
-            shares = [((count - 1) // 4 + 1) / ((current - 1) // 4 + 1) for count in choices]
-            name, price = f"datasets[{number}].frames", "shorter clips"
+            counts = [count for count in range(current - 4, 0, -4) if count % 4 == 1] or [1]
+            shares = {f"frames={count}": ((count - 1) // 4 + 1) / ((current - 1) // 4 + 1) for count in counts}
         else:
             current = max(dataset.resolution)
             step = max(64, dataset.bucket_step)
-            choices = list(range(current - step, step - 1, -step))
-            shares = [(side / current) ** 2 for side in choices]
-            name, price = f"datasets[{number}].resolution", "smaller images"
-        if choices:
-            yield _largest_that_fits(baseline, name, price, choices, shares)
+            sides = range(current - step, step - 1, -step)
+            shares = {f"resolution={side}": (side / current) ** 2 for side in sides}
+        if shares:
+            price = "shorter clips" if is_video else "smaller images"
+            named = {f"datasets[{number}].{setting}": share for setting, share in shares.items()}
+            yield _largest_that_fits(baseline, price, named)
 
 
-def _largest_that_fits(
-    baseline: SuggestionBaseline, name: str, price: str, choices: Sequence[int], shares: Sequence[float]
-) -> SuggestedChange:
-    """`choices` decrease; `shares` are the tokens of a sample relative to now.
+def _largest_that_fits(baseline: SuggestionBaseline, price: str, shares: Mapping[str, float]) -> SuggestedChange:
+    """`shares`: changes of a setting → tokens of a sample relative to now, which decrease.
 
     Memory and time are scaled in proportion to the tokens. Attention grows faster than that, so the real time is at
     most the one shown.
     """
 
-    def change_to(number: int) -> SuggestedChange:
-        table = scale_tokens(baseline.table, shares[number])
-        return _evaluate(
-            baseline,
-            _Candidate(
-                f"{name}={choices[number]}", table, f"{price}; at most that time", exact=False, same_result=False
-            ),
-        )
+    def change_to(setting: str) -> SuggestedChange:
+        table, explained = scale_tokens(baseline.table, shares[setting]), f"{price}; at most that time"
+        return _evaluate(baseline, _Candidate(setting, table, explained, exact=False, same_result=False))
 
-    low, high = 0, len(choices)  # binary search for the first choice that fits: memory decreases with the choices
-    while low < high:
-        middle = (low + high) // 2
-        if change_to(middle).fits:
-            high = middle
-        else:
-            low = middle + 1
-    if low < len(choices):
-        return change_to(low)
-    return change_to(min(range(len(shares)), key=lambda number: abs(shares[number] - 0.5)))
+    settings = list(shares)
+    first = bisect_left(settings, True, key=lambda setting: change_to(setting).fits)
+    return change_to(settings[first] if first < len(settings) else min(shares, key=lambda one: abs(shares[one] - 0.5)))
 
 
 # ── other machines ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -271,9 +244,8 @@ def _relative_time_on(baseline: SuggestionBaseline, machine: MachineSpec) -> flo
     rates = MachineRates.from_machine(machine, baseline.config.train.mixed_precision)
     if baseline.rates is None or rates.unknown_rates:
         return None
-    return window_seconds_without_plan(baseline.table, baseline.choice, rates) / window_seconds_without_plan(
-        baseline.table, baseline.choice, baseline.rates
-    )
+    before = seconds_without_plan(baseline.table, baseline.choice, baseline.rates)
+    return seconds_without_plan(baseline.table, baseline.choice, rates) / before
 
 
 def _machine_holds(machine: MachineSpec, gpu_bytes: int, host_bytes: int) -> bool:
@@ -288,9 +260,9 @@ def _evaluate(baseline: SuggestionBaseline, candidate: _Candidate) -> SuggestedC
 
     Without a plan, the difference of the tables' needs is added to the traced peak.
     """
-    table, choice = candidate.table, candidate.choice or baseline.choice
+    table, choice, exact = candidate.table, candidate.choice or baseline.choice, candidate.exact
     limits, before, has = baseline.limits, baseline.window_seconds, baseline.capacity.gpu_bytes
-    peak = baseline.peak_bytes + gpu_bytes_needed(table, choice) - gpu_bytes_needed(baseline.table, baseline.choice)
+    peak = baseline.peak_bytes + _gpu_bytes_needed(table, choice) - _gpu_bytes_needed(baseline.table, baseline.choice)
     host, time = baseline.host_bytes, None
     if baseline.follows_plans and limits is not None:
         plan = plan_step(table, baseline.capacity.machine, limits, rates=baseline.rates)
@@ -306,7 +278,31 @@ def _evaluate(baseline: SuggestionBaseline, candidate: _Candidate) -> SuggestedC
         worst = max(peak, baseline.other_phases_bytes)
         fits = has is not None and worst + baseline.host_bytes_in_pool <= has
         if candidate.timed and baseline.rates is not None and before:
-            time = window_seconds_without_plan(table, choice, baseline.rates) / before
-    return SuggestedChange(
-        candidate.what, worst, host, fits, time, candidate.price, candidate.exact, candidate.same_result
+            time = seconds_without_plan(table, choice, baseline.rates) / before
+    return SuggestedChange(candidate.what, worst, host, fits, time, candidate.price, exact, candidate.same_result)
+
+
+def _gpu_bytes_needed(table: StepTable, choice: PlacementChoice) -> int:
+    return compute_memory_needs(TimedStep.from_table(table, PLACEHOLDER_RATES), choice).gpu_bytes
+
+
+def scale_tokens(table: StepTable, factor: float) -> StepTable:
+    """The step with `factor` times the tokens: activations, temporaries and work are scaled in proportion."""
+    blocks = tuple(_scale_block(block, factor) for block in table.blocks)
+    return replace(table, blocks=blocks, batch_bytes=round(table.batch_bytes * factor))
+
+
+def _scale_block(block: BlockCosts, factor: float) -> BlockCosts:
+    return replace(
+        block,
+        saved_bytes=round(block.saved_bytes * factor),
+        input_bytes=round(block.input_bytes * factor),
+        forward_peak_bytes=round(block.forward_peak_bytes * factor),
+        backward_peak_bytes=round(block.backward_peak_bytes * factor),
+        forward=_scale_work(block.forward, factor),
+        backward=_scale_work(block.backward, factor),
     )
+
+
+def _scale_work(work: OperatorWork, factor: float) -> OperatorWork:
+    return OperatorWork(work.matmul_flops * factor, work.other_flops * factor, work.gpu_bytes * factor, work.operators)

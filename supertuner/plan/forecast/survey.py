@@ -42,36 +42,31 @@ def survey_datasets(config: RunConfig, samples: int | None = None) -> tuple[Data
 
 def _survey_dataset(config: RunConfig, dataset: DatasetSettings, samples: int | None) -> DatasetSize:
     cache_policy = dataset_cache_policy(dataset, config.cache_config)
-    variants = {
-        CacheMode.CACHED: 1,
-        CacheMode.EACH_EPOCH: 2,
-        CacheMode.ON_THE_FLY: 0,
-    }  # with EACH_EPOCH, entries of the next epoch are made while those of the current one are read
+    # With EACH_EPOCH, entries of the next epoch are made while those of the current one are read.
+    variants = {CacheMode.CACHED: 1, CacheMode.EACH_EPOCH: 2, CacheMode.ON_THE_FLY: 0}
+    modes = {"media": cache_policy.media_mode, "text": cache_policy.text_mode}
     root = dataset.instance_data_dir
     is_here = root is not None and root.exists()
     result = _inspect_files(dataset, open_source(dataset)) if is_here else _assume_largest_bucket(dataset, samples)
-    bucket_counts, count, stored, captions, explanation = result
+    bucket_counts, stored, captions, explanation = result
     return DatasetSize(
         id=dataset.id,
         in_memory=dataset.type == "in_memory",
         held_out=dataset.held_out,
         bucket_counts=bucket_counts,
-        samples=count,
+        samples=sum(one.samples for one in bucket_counts) or None,
         stored_bytes=stored,
         captions=captions,
         explanation=explanation,
         draws_per_epoch=draws_per_epoch(dataset.repeats, dataset.weight),
         cached_media_variants=variants[cache_policy.media_mode] * cache_policy.media_variations,
         cached_text_variants=variants[cache_policy.text_mode] * cache_policy.text_variations,
-        encoded_while_training=tuple(
-            what
-            for what, how in (("media", cache_policy.media_mode), ("text", cache_policy.text_mode))
-            if how is not CacheMode.CACHED
-        ),
+        encoded_while_training=tuple(what for what, mode in modes.items() if mode is not CacheMode.CACHED),
     )
 
 
-SurveyResult = tuple[tuple[BucketCount, ...], int | None, int | None, CaptionTotals | None, str]
+SurveyResult = tuple[tuple[BucketCount, ...], int | None, CaptionTotals | None, str]
+"""Buckets, bytes of staged files, captions, explanation: as in `DatasetSize`."""
 
 
 def _assume_largest_bucket(dataset: DatasetSettings, samples: int | None) -> SurveyResult:
@@ -80,16 +75,10 @@ def _assume_largest_bucket(dataset: DatasetSettings, samples: int | None) -> Sur
     limited = samples if samples is None or dataset.limit is None else min(samples, dataset.limit)
     where = f"{dataset.instance_data_dir} is not on this machine"
     if limited is None:
-        return (BucketCount(bucket, 0),), None, None, None, f"{where}: give its size with --samples N"
+        return (BucketCount(bucket, 0),), None, None, f"{where}: give its size with --samples N"
     buckets_per_sample = len(dataset.resolution) if dataset.resolution_mode == "each" else 1
     text = f"{where}: --samples {samples}, all assumed to be in the largest bucket, {bucket.label}"
-    return (
-        (BucketCount(bucket, limited * buckets_per_sample),),
-        limited * buckets_per_sample,
-        None,
-        CaptionTotals(limited, None),
-        text,
-    )
+    return (BucketCount(bucket, limited * buckets_per_sample),), None, CaptionTotals(limited, None), text
 
 
 def _inspect_files(dataset: DatasetSettings, source: DataSource) -> SurveyResult:
@@ -100,19 +89,13 @@ def _inspect_files(dataset: DatasetSettings, source: DataSource) -> SurveyResult
     root = dataset.instance_data_dir
     if not bucket_counts:
         bucket = largest_bucket(bucket_table(dataset))
-        return (BucketCount(bucket, 0),), None, None, None, f"{root} holds no {dataset.dataset_type} that fits a bucket"
+        return (BucketCount(bucket, 0),), None, None, f"{root} holds no {dataset.dataset_type} that fits a bucket"
     stored = sum(fit.stored_bytes(item.nbytes) for item in listing.items)
     stored += fit.overhead_bytes(len(listing.items), listing.key_bytes(), listing.caption_bytes(), 1)
-    count = sum(one.samples for one in bucket_counts)
     how = "all were read" if scale == 1 else f"{len(inspected)} of them were read"
     explanation = f"{len(listing.items):,} files in {root}; {how}"
-    return (
-        bucket_counts,
-        count,
-        round(stored * len(facts) / max(1, len(inspected))),
-        _count_captions(dataset, listing),
-        explanation,
-    )
+    staged = round(stored * len(facts) / max(1, len(inspected)))
+    return bucket_counts, staged, _count_captions(dataset, listing), explanation
 
 
 def largest_bucket(buckets: Sequence[Bucket]) -> Bucket:

@@ -32,9 +32,8 @@ def find_machine_capacity(name: str | None, host: HostFacts, device_index: int =
         return _this_gpu_capacity(facts, gpu, free, host_available_bytes(facts, host))
     if name is None:
         capacity = known_machine_capacity(DEFAULT_MACHINE)
-        return replace(
-            capacity, source=f"no GPU here, so a {capacity.title} is assumed; --machine selects another, or this"
-        )
+        source = f"no GPU here, so a {capacity.title} is assumed; --machine selects another, or this"
+        return replace(capacity, source=source)
     available = host.memory_available()
     source = "available now; there is no GPU" if available is not None else "there is no GPU, and its memory is unknown"
     return MachineCapacity(MACHINES["cpu"], "this machine", None, available, source)
@@ -46,13 +45,8 @@ def known_machine_capacity(name: str) -> MachineCapacity:
         known_names = ", ".join(key for key in MACHINES if key != "cpu")
         raise OptionError(f"--machine {name}: not a known machine; there are {known_names}, and this")
     machine = MACHINES[name]
-    return MachineCapacity(
-        machine,
-        machine.title,
-        _figure_bytes(machine.gpu_bytes),
-        _figure_bytes(machine.host_bytes),
-        "from the table of machines",
-    )
+    gpu_bytes, host_bytes = _figure_bytes(machine.gpu_bytes), _figure_bytes(machine.host_bytes)
+    return MachineCapacity(machine, machine.title, gpu_bytes, host_bytes, "from the table of machines")
 
 
 def _this_gpu_capacity(facts: MachineFacts, gpu: GpuFacts, free: int | None, host_free: int | None) -> MachineCapacity:

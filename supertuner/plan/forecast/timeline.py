@@ -20,13 +20,6 @@ Floats = NDArray[np.float64]
 WorkSeconds = Callable[[OperatorWork], float]
 
 IDLE_EXPERTS = "idle experts"
-_PASS_NAMES = {
-    StepPass.FORWARD: "forward",
-    StepPass.RECOMPUTE: "backward",
-    StepPass.BACKWARD: "backward",
-    StepPass.UPDATE: "update",
-}
-"""Recomputation counts as part of the backward pass: it alternates with it, block by block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +60,12 @@ def _edges_and_passes(trace: ExecutionTrace, seconds_of: WorkSeconds | None) -> 
         ticks = max(1, span.end - span.begin)
         begin = min(span.begin, trace.end - 1)
         lengths[begin : begin + ticks] += span_length / ticks
-        name = _PASS_NAMES[span.step_pass]
+        # Recomputation counts as part of the backward pass: it alternates with it, block by block.
+        name = "backward" if span.step_pass is StepPass.RECOMPUTE else span.step_pass.name.lower()
         if marks and marks[-1][0] == name:
             marks[-1] = (name, marks[-1][1], span.end)
         else:
             marks.append((name, span.begin, span.end))
     edges = np.concatenate([[0.0], np.cumsum(lengths)])
-    return edges, tuple(
-        PassInterval(name, float(edges[begin]), float(edges[min(end, trace.end)])) for name, begin, end in marks
-    )
+    times = edges.tolist()
+    return edges, tuple(PassInterval(name, times[begin], times[min(end, trace.end)]) for name, begin, end in marks)

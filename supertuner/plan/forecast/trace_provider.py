@@ -19,9 +19,8 @@ from supertuner.plan.forecast.storage import EncodedSizes
 from supertuner.plan.trace.cached_traces import CachedTraces
 from supertuner.plan.trace.cpu_kernels import CpuDevice
 from supertuner.plan.trace.cuda_kernels import CudaDevice
-from supertuner.plan.trace.encoder_shapes import BatchTensorSpec, EncoderShapeProbe
+from supertuner.plan.trace.encoder_shapes import BatchShape, BatchTensorSpec, EncoderShapeProbe
 from supertuner.plan.trace.execution_trace import ExecutionTrace
-from supertuner.plan.trace.inference_phases import SampleTrace
 from supertuner.plan.trace.trace_store import TraceCache, program_versions
 
 TRACE_FOLDER: Final = ".traces"
@@ -52,21 +51,16 @@ class CachedTraceProvider:
 
         module = loading.build_meta_module(self.model, expert.component)
         convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-        convolution_parameters = sum(
-            one.numel() for part in module.modules() if isinstance(part, convolutions) for one in part.parameters()
-        )
+        parts = [part for part in module.modules() if isinstance(part, convolutions)]
+        convolution_parameters = sum(one.numel() for part in parts for one in part.parameters())
         return convolution_parameters > CONVOLUTIONAL_SHARE * sum(one.numel() for one in module.parameters())
 
     def training_trace(
         self, expert: Expert, bucket: Bucket, checkpointing: bool, micro_batches: int = 1
     ) -> ExecutionTrace:
         """One optimizer step. Experts that differ only in their names and noise levels share a trace."""
-        shape = self._shape_probe.batch_shape(
-            self._config.train.batch_size, bucket.shape, self._reference_shape(bucket)
-        )
-        return self._traces.training(
-            expert, shape, checkpointing=checkpointing, micro_batches=micro_batches, label=bucket.label
-        )
+        shape = self._batch_shape(self._config.train.batch_size, bucket)
+        return self._traces.training(expert, shape, checkpointing, micro_batches, bucket.label)
 
     def media_trace(self, bucket: Bucket) -> ExecutionTrace:
         """One sample through the media encoder."""
@@ -76,10 +70,12 @@ class CachedTraceProvider:
         """One caption through the text encoders."""
         return self._traces.text(self._square_reference_shape())
 
-    def sampling_trace(self, bucket: Bucket) -> SampleTrace:
-        """One sample of a validation."""
-        shape = self._shape_probe.batch_shape(1, bucket.shape, self._reference_shape(bucket))
-        return self._traces.sampling(shape, bucket.label)
+    def sampling_trace(self, bucket: Bucket) -> ExecutionTrace:
+        """One sample of a validation, with everything that is on the GPU at that time."""
+        return self._traces.sampling(self._batch_shape(1, bucket), bucket.label)
+
+    def _batch_shape(self, samples: int, bucket: Bucket) -> BatchShape:
+        return self._shape_probe.batch_shape(samples, bucket.shape, self._reference_shape(bucket))
 
     def encoded_sizes(self) -> EncodedSizes:
         """Sizes of cache entries: latents as stored, captions at their greatest length."""

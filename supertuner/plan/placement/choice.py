@@ -5,8 +5,8 @@ A `PlacementChoice` is a plan without reasons and figures. Both are small and pu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.plan.placement.step_table import BlockCosts, StepTable
@@ -49,14 +49,9 @@ class PlacementChoice:
         Of the 2n passes of a micro-batch, block b has number b (forward) and 2n - 1 - b (backward). If they are no more
         than `ahead` passes apart, the prefetch of the backward pass would start right after the forward pass.
         """
-        last = len(self.activations) - 1
-        activations = tuple(
-            ActivationPolicy.KEEP
-            if policy is ActivationPolicy.SEND and 2 * (last - block) + 1 <= self.ahead
-            else policy
-            for block, policy in enumerate(self.activations)
-        )
-        return PlacementChoice(self.streamed, activations, self.ahead, self.optimizer, self.idle_at_home)
+        first = max(0, len(self.activations) - (self.ahead + 1) // 2)
+        last_blocks = (ActivationPolicy.KEEP if p is ActivationPolicy.SEND else p for p in self.activations[first:])
+        return replace(self, activations=(*self.activations[:first], *last_blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +110,28 @@ class TimedStep:
             update_s=rates.seconds(table.update),
         )
 
+    @property
+    def optimizer_placements(self) -> list[OptimizerPlacement]:
+        """Where the optimizer can step on this machine."""
+        if not self.rates.has_link or not any(self.trained_bytes):
+            return [OptimizerPlacement.GPU]
+        host_known = self.rates.host_bytes_s is not None
+        return [one for one in OptimizerPlacement if host_known or one is not OptimizerPlacement.HOST]
+
+    @property
+    def block_numbers(self) -> range:
+        return range(len(self.weight_bytes))
+
+    def sent_bytes(self, choice: PlacementChoice) -> list[int]:
+        """By block, activations that are copied to the host and back."""
+        rows = zip(self.saved_bytes, choice.activations, strict=True)
+        return [saved if policy is ActivationPolicy.SEND else 0 for saved, policy in rows]
+
+    def streamed_bytes(self, choice: PlacementChoice) -> list[int]:
+        """The weights of each block that streams them; other blocks are left out."""
+        rows = zip(self.streamable_bytes, choice.streamed, strict=True)
+        return [weights for weights, streamed in rows if streamed]
+
     def offloaded_gradient_bytes(self, choice: PlacementChoice) -> list[int]:
         """By block, gradients that are kept in host memory: with streamed weights, or because the host steps."""
         if choice.optimizer is OptimizerPlacement.HOST:
@@ -132,15 +149,26 @@ class TimedStep:
         """Forward and backward pass of one micro-batch, without recomputation."""
         return sum(self.forward_s) + sum(self.backward_s)
 
+    def passes_s(self, activations: Iterable[ActivationPolicy]) -> float:
+        """All forward and backward passes of a window, with recomputation."""
+        rows = zip(self.forward_s, activations, strict=True)
+        recompute_s = sum(seconds for seconds, policy in rows if policy is ActivationPolicy.RECOMPUTE)
+        return self.table.micro_batches * (self.micro_batch_s + recompute_s)
+
     @property
     def host_step_s(self) -> float:
         """Time of the optimizer's step on the host, which its memory bandwidth limits."""
         assert self.rates.host_bytes_s is not None, "the bandwidth of host memory is unknown"
-        return sum(self.host_step_bytes(b) for b in range(len(self.trained_bytes))) / self.rates.host_bytes_s
+        return self.host_step_bytes / self.rates.host_bytes_s
 
-    def host_step_bytes(self, block: int) -> int:
-        """Host memory traffic to step a block: parameters and state are read and written, gradients are read."""
-        return 2 * (self.trained_bytes[block] + self.state_bytes[block]) + self.gradient_bytes[block]
+    @property
+    def host_step_bytes(self) -> int:
+        """Host memory traffic of that step: parameters and state are read and written, gradients are read."""
+        return 2 * (sum(self.trained_bytes) + sum(self.state_bytes)) + sum(self.gradient_bytes)
+
+
+def recompute_where_possible(blocks: Iterable[BlockCosts]) -> tuple[ActivationPolicy, ...]:
+    return tuple(ActivationPolicy.RECOMPUTE if block.recomputable else ActivationPolicy.KEEP for block in blocks)
 
 
 def _streams_trained(block: BlockCosts) -> bool:

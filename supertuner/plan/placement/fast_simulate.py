@@ -1,7 +1,8 @@
 """Evaluates a placement in about a millisecond: the emulator's clock without its pages.
 
 The clock, the link and the order of copies are those of `memory/emulator/clock.py`; memory in use is one number instead
-of pages. `replay.py` simulates the same step on the whole emulated superchip and must give the same result.
+of pages. `benchmarks/plan_replay.py` simulates the same step on the whole emulated superchip and must give the same
+result.
 """
 
 from __future__ import annotations
@@ -74,8 +75,5 @@ def evaluate_choice(
     if not memory_needs.fits(limits, step.rates.one_pool):
         return ChoiceEvaluation(choice, memory_needs, None)
     machine = FastSimulatedMachine(step, limits)
-    return ChoiceEvaluation(
-        choice,
-        memory_needs,
-        simulate_window(step, choice, memory_needs, limits.gpu_bytes, machine, max_waiting_s=max_waiting_s),
-    )
+    window = simulate_window(step, choice, memory_needs, limits.gpu_bytes, machine, max_waiting_s=max_waiting_s)
+    return ChoiceEvaluation(choice, memory_needs, window)

@@ -17,7 +17,8 @@ bound is computed from the prices, not taken from the solver.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import astuple, dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -79,9 +80,8 @@ class BoundProgram:
         on_gpu = sum(min(option.gpu_bytes for option in item) for item in self.items)
         in_update = sum(min(option.update_gpu_bytes for option in item) for item in self.items)
         both = self.gpu_bytes + self.host_bytes
-        return (
-            self.host_bytes >= 0 and on_gpu <= self.gpu_bytes and least <= both and in_update <= self.update_gpu_bytes
-        )
+        enough_gpu = on_gpu <= self.gpu_bytes and in_update <= self.update_gpu_bytes
+        return enough_gpu and self.host_bytes >= 0 and least <= both
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,9 @@ PHASE_LIMITS: Final = ("first work", "first link", "second work", "second link",
 MEMORY_LIMITS: Final = 3
 PHASE_SLICES: Final = (slice(0, 2), slice(2, 4), slice(4, 9))
 OPTION_COLUMNS: Final = ((1,), (2,), (3,), (7, 8), (6, 8), (9,), (10,), (11,))
-"""For each cost of an option, in the order of `_option_costs`: the prices that it is multiplied with."""
+"""For each field of `PlacementOption`: the prices that it is multiplied with."""
+OPTION_UNITS: Final = np.array([1.0] * 5 + [GB] * 3)
+"""For each field of `PlacementOption`: seconds are counted in seconds, bytes in `GB`."""
 
 
 def bound_by_prices(program: BoundProgram) -> PricedBound:
@@ -134,21 +136,7 @@ def _fixed_costs(program: BoundProgram) -> FloatArray:
 def _count_equal_items(items: tuple[ItemOptions, ...]) -> list[tuple[int, FloatArray]]:
     """Each distinct item once: how often it occurs, and a row of costs for each option. Keeps the program small,
     because most blocks of a model are equal."""
-    counts: dict[ItemOptions, int] = {}
-    for item in items:
-        counts[item] = counts.get(item, 0) + 1
-    return [(count, np.array([_option_costs(option) for option in item])) for item, count in counts.items()]
-
-
-def _option_costs(option: PlacementOption) -> list[float]:
-    seconds = [
-        option.first_link_s,
-        option.second_work_s,
-        option.second_link_s,
-        option.update_up_s,
-        option.update_down_s,
-    ]
-    return [*seconds, option.gpu_bytes / GB, option.host_bytes / GB, option.update_gpu_bytes / GB]
+    return [(count, np.array([*map(astuple, item)]) / OPTION_UNITS) for item, count in Counter(items).items()]
 
 
 def _cost_to_price_matrix() -> FloatArray:
@@ -201,7 +189,7 @@ def maximize(gain: FloatArray, rows: FloatArray, limits: FloatArray) -> tuple[Fl
     row_count, variable_count = rows.shape
     table = np.zeros((row_count + 1, variable_count + row_count + 1))
     table[:row_count, :variable_count] = rows
-    table[:row_count, variable_count : variable_count + row_count] = np.eye(row_count)  # slack variables
+    table[:row_count, variable_count:-1] = np.eye(row_count)  # slack variables
     table[:row_count, -1] = limits
     table[row_count, :variable_count] = -gain
     basis = list(range(variable_count, variable_count + row_count))  # x = 0: every limit has slack
@@ -217,9 +205,7 @@ def maximize(gain: FloatArray, rows: FloatArray, limits: FloatArray) -> tuple[Fl
         basis[row] = column
     solution = np.zeros(variable_count + row_count)
     solution[basis] = table[:row_count, -1]
-    return np.maximum(solution[:variable_count], 0.0), table[
-        row_count, variable_count : variable_count + row_count
-    ].copy()
+    return np.maximum(solution[:variable_count], 0.0), table[row_count, variable_count:-1].copy()
 
 
 def _leaving_row(table: FloatArray, basis: list[int], column: int) -> int | None:

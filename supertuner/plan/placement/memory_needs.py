@@ -70,17 +70,15 @@ def compute_memory_needs(step: TimedStep, choice: PlacementChoice) -> MemoryNeed
 def _update_piece_bytes(step: TimedStep, choice: PlacementChoice) -> list[int]:
     if choice.optimizer is OptimizerPlacement.HOST:
         return [0] * len(step.weight_bytes)
-    offloaded = zip(
-        step.streamed_trained_bytes(choice), step.offloaded_gradient_bytes(choice), step.state_bytes, strict=True
-    )
-    streams_state = choice.optimizer is OptimizerPlacement.STREAMED
-    return [trained + gradient + (state if streams_state else 0) for trained, gradient, state in offloaded]
+    weights_and_gradients = zip(step.streamed_trained_bytes(choice), step.offloaded_gradient_bytes(choice), strict=True)
+    state = step.state_bytes if choice.optimizer is OptimizerPlacement.STREAMED else [0] * len(step.state_bytes)
+    return [trained + gradient + state[b] for b, (trained, gradient) in enumerate(weights_and_gradients)]
 
 
 def _resident_bytes(step: TimedStep, choice: PlacementChoice) -> int:
     """What is in GPU memory during the whole step."""
     table = step.table
-    streamed_weights = [w for w, streamed in zip(step.streamable_bytes, choice.streamed, strict=True) if streamed]
+    streamed_weights = step.streamed_bytes(choice)
     total = sum(step.weight_bytes) - sum(streamed_weights) + table.batch_bytes
     # Streamed blocks share a ring of slots: the block that computes and `ahead` blocks that are being fetched. All
     # slots have the size of the largest streamed block.
@@ -91,23 +89,16 @@ def _resident_bytes(step: TimedStep, choice: PlacementChoice) -> int:
 
 def _pass_bytes(step: TimedStep, choice: PlacementChoice, resident: int) -> tuple[list[int], list[int]]:
     """GPU memory in the forward and in the backward pass of each block."""
-    policies, count, ahead = choice.activations, len(step.weight_bytes), choice.ahead
-    sent = [
-        saved if policy is ActivationPolicy.SEND else 0
-        for saved, policy in zip(step.saved_bytes, policies, strict=True)
-    ]
+    count, sent = len(step.weight_bytes), step.sent_bytes(choice)
     # The last blocks that send may still be sending when the backward pass begins: nothing later pushed them out.
     still_sending = [b for b in range(count) if sent[b]][-choice.max_sends_in_flight :]
     forward, backward = [0] * count, [0] * count
     kept_by_earlier = in_flight = 0  # activations of earlier blocks: kept on the GPU, and on their way to the host
     sends: deque[int] = deque()
-    for b, policy in enumerate(policies):
+    for b, policy in enumerate(choice.activations):
         # In the backward pass of block b, activations of the `ahead` blocks before it have been fetched already.
-        first_prefetched = max(0, b - ahead)
-        prefetched = sum(sent[first_prefetched:b])
-        for j in still_sending:
-            if j < first_prefetched:
-                prefetched += sent[j]
+        first_prefetched = max(0, b - choice.ahead)
+        prefetched = sum(sent[first_prefetched:b]) + sum(sent[j] for j in still_sending if j < first_prefetched)
         forward[b] = resident + kept_by_earlier + in_flight + step.forward_bytes[b]
         pass_bytes = step.recompute_bytes[b] if policy is ActivationPolicy.RECOMPUTE else step.backward_bytes[b]
         backward[b] = resident + kept_by_earlier + prefetched + pass_bytes
@@ -152,21 +143,15 @@ def _update_extra_bytes(step: TimedStep, choice: PlacementChoice, pieces: Sequen
         return resident_gradients + step.table.update_peak_bytes + sum(pieces)
     share = min(max(step.update_shares), UPDATE_PIECE_BYTES / sum(step.trained_bytes))
     moved_per_byte = max(piece / trained for piece, trained in zip(pieces, step.trained_bytes, strict=True) if trained)
-    pieces_on_gpu = min(
-        sum(pieces), int(UPDATE_PIECES_ON_GPU * min(UPDATE_PIECE_BYTES, max(step.trained_bytes)) * moved_per_byte)
-    )
-    return resident_gradients + int(step.table.update_peak_bytes * share) + pieces_on_gpu
+    largest_piece = min(UPDATE_PIECE_BYTES, max(step.trained_bytes))
+    on_gpu = min(sum(pieces), int(UPDATE_PIECES_ON_GPU * largest_piece * moved_per_byte))
+    return resident_gradients + int(step.table.update_peak_bytes * share) + on_gpu
 
 
 def _host_bytes(step: TimedStep, choice: PlacementChoice) -> int:
-    total = sum(w for w, streamed in zip(step.streamable_bytes, choice.streamed, strict=True) if streamed)
-    total += sum(
-        s for s, policy in zip(step.saved_bytes, choice.activations, strict=True) if policy is ActivationPolicy.SEND
-    )
+    total = sum(step.streamed_bytes(choice)) + sum(step.sent_bytes(choice)) + sum(step.offloaded_gradient_bytes(choice))
     total += step.table.idle_bytes if choice.idle_at_home else 0
-    if choice.optimizer is not OptimizerPlacement.GPU:
-        total += sum(step.state_bytes)
-    total += sum(step.offloaded_gradient_bytes(choice))
+    total += 0 if choice.optimizer is OptimizerPlacement.GPU else sum(step.state_bytes)
     if choice.optimizer is OptimizerPlacement.HOST:  # the host updates its own copy of weights that stay on the GPU
         total += sum(step.trained_bytes) - sum(step.streamed_trained_bytes(choice))
     return total

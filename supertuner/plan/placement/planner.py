@@ -12,15 +12,8 @@ from dataclasses import dataclass, replace
 from supertuner.config.settings.plan import PlanSettings
 from supertuner.memory.machines import MachineSpec
 from supertuner.plan.placement.choice import TimedStep
-from supertuner.plan.placement.plan import (
-    ActivationPolicy,
-    BlockPlan,
-    MemoryPlan,
-    OptimizerPlacement,
-    PlanEstimate,
-    WeightPlacement,
-)
-from supertuner.plan.placement.plan_step import evaluate_plan, plan_step
+from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
+from supertuner.plan.placement.plan_step import evaluate_plan, plan_estimate, plan_step
 from supertuner.plan.placement.replan import PlanAssumptions, PlanObservation, observed_rates
 from supertuner.plan.placement.roofline import step_time_bound
 from supertuner.plan.placement.step_table import StepTable
@@ -59,10 +52,8 @@ class RunPlanner:
         plan = self._apply_settings(expert, searched) or searched
         if plan.modelled is searched.modelled or self.rates.unknown_rates:
             return plan
-        evaluation = evaluate_plan(table, plan, self.machine, self.limits, self.rates)
-        bound = step_time_bound(table, self.rates, self.limits)
-        needs = evaluation.needs
-        modelled = PlanEstimate(evaluation.seconds, bound.seconds, bound.limited_by, needs.gpu_bytes, needs.host_bytes)
+        evaluation = evaluate_plan(table, plan, self.limits, self.rates)
+        modelled = plan_estimate(evaluation, step_time_bound(table, self.rates, self.limits))
         return replace(plan, fits=evaluation.simulated is not None, modelled=modelled)
 
     def initial_plan(self, expert: str) -> ExpertPlan | None:
@@ -97,12 +88,7 @@ class RunPlanner:
         if plan.modelled is None or rates.unknown_rates:
             return assumptions, plan.ahead
         step = TimedStep.from_table(table, rates)
-        recompute_s = sum(
-            forward_s
-            for forward_s, block in zip(step.forward_s, plan.blocks, strict=True)
-            if block.activations is ActivationPolicy.RECOMPUTE
-        )
-        compute_s = table.micro_batches * (step.micro_batch_s + recompute_s) + step.update_s
+        compute_s = step.passes_s(block.activations for block in plan.blocks) + step.update_s
         assumptions = replace(
             assumptions,
             waiting_share=max(0.0, 1.0 - compute_s / plan.modelled.seconds),
@@ -170,8 +156,7 @@ def _override_block(block: BlockPlan, settings: PlanSettings) -> BlockPlan:
 def _bytes_per_block_ahead(table: StepTable, plan: MemoryPlan) -> int:
     """GPU memory that prefetching one block further ahead takes."""
     rows = list(zip(table.blocks, plan.blocks, strict=True))
-    slot = max(
-        (b.frozen_bytes + b.trained_bytes for b, row in rows if row.weights is WeightPlacement.STREAMED), default=0
-    )
-    sent = max((block.saved_bytes for block, row in rows if row.activations is ActivationPolicy.SEND), default=0)
-    return slot + 2 * sent  # activations of one more block on their way to the host, and of one more on their way back
+    slots = [b.frozen_bytes + b.trained_bytes for b, row in rows if row.weights is WeightPlacement.STREAMED]
+    sent = [block.saved_bytes for block, row in rows if row.activations is ActivationPolicy.SEND]
+    # Activations of one more block are on their way to the host, and of one more on their way back.
+    return max(slots, default=0) + 2 * max(sent, default=0)

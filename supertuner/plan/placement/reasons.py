@@ -5,6 +5,8 @@ All figures are modelled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from supertuner.core.types import bytes_text
 from supertuner.plan.placement.choice import PlacementChoice, TimedStep
 from supertuner.plan.placement.fast_simulate import ChoiceEvaluation
@@ -36,8 +38,9 @@ def _activations_reason(step: TimedStep, choice: PlacementChoice, block: int) ->
     if policy is ActivationPolicy.RECOMPUTE:
         freed = bytes_text(saved - step.input_bytes[block])
         return f"{freed} of activations are recomputed in {seconds_text(recompute_s)}: memory and link are full"
+    trip_s = step.rates.round_trip_s(saved)
     return (
-        f"{bytes_text(saved)} of activations go to the host and back in {seconds_text(round_trip_s(step, saved))}, "
+        f"{bytes_text(saved)} of activations go to the host and back in {seconds_text(trip_s)}, "
         f"in parallel with the computation; recomputing them would take {seconds_text(recompute_s)}"
     )
 
@@ -48,44 +51,31 @@ def _weights_reason(step: TimedStep, choice: PlacementChoice, block: int) -> str
         return "no weights"
     if not choice.streamed[block]:
         return "weights stay"
-    rate = step.rates.to_device_bytes_s
-    assert rate is not None
+    rate = step.rates.to_device_bytes_s or 1.0
     one_way = "" if step.streams_trained[block] else ", and never copied back"
     return f"weights are fetched in {seconds_text(weights / rate)} for each pass, {choice.ahead} blocks ahead{one_way}"
 
 
-def round_trip_s(step: TimedStep, nbytes: int) -> float:
-    """Time to copy to the host and back over the link."""
-    rates = step.rates
-    assert rates.to_device_bytes_s is not None and rates.to_host_bytes_s is not None
-    return nbytes / rates.to_device_bytes_s + nbytes / rates.to_host_bytes_s
-
-
 def plan_reasons(
-    step: TimedStep,
-    evaluation: ChoiceEvaluation,
-    time_bound: StepTimeBound,
-    limits: MemoryLimits,
-    missing: tuple[str, ...],
+    step: TimedStep, evaluation: ChoiceEvaluation, bound: StepTimeBound, limits: MemoryLimits, missing: Sequence[str]
 ) -> tuple[str, ...]:
     choice, simulated = evaluation.choice, evaluation.simulated
     assert simulated is not None
-    reasons = [f"{_memory_text(evaluation, limits)}, modelled"]
+    peak, host = bytes_text(evaluation.needs.gpu_bytes), bytes_text(evaluation.needs.host_bytes)
+    reasons = [f"{peak} of {bytes_text(limits.gpu_bytes)} GPU memory, {host} of host memory, modelled"]
     if choice.idle_at_home and step.table.idle_bytes and step.rates.has_link:
         idle = step.table.idle_bytes
-        fetch_s = idle / (step.rates.to_device_bytes_s or 1.0)
-        reasons.append(
-            f"idle experts ({bytes_text(idle)}) are kept in host memory; fetching them takes {seconds_text(fetch_s)}"
-        )
+        fetch = seconds_text(idle / (step.rates.to_device_bytes_s or 1.0))
+        reasons.append(f"idle experts ({bytes_text(idle)}) are kept in host memory; fetching them takes {fetch}")
     if choice.optimizer is not OptimizerPlacement.GPU:
         reasons.append(_optimizer_text(step, choice))
     if missing:
         reasons.append(f"no time is modelled: {', '.join(missing)} of this machine is not known")
     else:
-        ratio = evaluation.seconds / time_bound.seconds if time_bound.seconds else 1.0
+        ratio = evaluation.seconds / bound.seconds if bound.seconds else 1.0
         reasons.append(
-            f"step {seconds_text(evaluation.seconds)}, lower bound {seconds_text(time_bound.seconds)} "
-            f"({time_bound.limited_by}), ratio {ratio:.3f}; {seconds_text(simulated.waiting_s)} of waiting; "
+            f"step {seconds_text(evaluation.seconds)}, lower bound {seconds_text(bound.seconds)} "
+            f"({bound.limited_by}), ratio {ratio:.3f}; {seconds_text(simulated.waiting_s)} of waiting; "
             f"modelled at {step.rates.compute_share:.0%} of peak"
         )
     if limits.host_bytes is None and not step.rates.one_pool:
@@ -93,21 +83,12 @@ def plan_reasons(
     return tuple(reasons)
 
 
-def _memory_text(evaluation: ChoiceEvaluation, limits: MemoryLimits) -> str:
-    peak, host = evaluation.needs.gpu_bytes, evaluation.needs.host_bytes
-    return f"{bytes_text(peak)} of {bytes_text(limits.gpu_bytes)} GPU memory, {bytes_text(host)} of host memory"
-
-
 def _optimizer_text(step: TimedStep, choice: PlacementChoice) -> str:
     state = sum(step.state_bytes)
     if choice.optimizer is OptimizerPlacement.STREAMED:
         return (
             f"the optimizer's state ({bytes_text(state)}) is kept in host memory; for the update it is copied to the "
-            f"GPU and back in {seconds_text(round_trip_s(step, state))}, block by block"
+            f"GPU and back in {seconds_text(step.rates.round_trip_s(state))}, block by block"
         )
-    touched = sum(step.host_step_bytes(b) for b in range(len(step.weight_bytes)))
-    host_step_s = touched / (step.rates.host_bytes_s or 1.0)
-    return (
-        f"the optimizer steps on the host: {bytes_text(touched)} of memory traffic, {seconds_text(host_step_s)}; "
-        "faster than moving the state"
-    )
+    traffic = f"{bytes_text(step.host_step_bytes)} of memory traffic, {seconds_text(step.host_step_s)}"
+    return f"the optimizer steps on the host: {traffic}; faster than moving the state"

@@ -96,18 +96,12 @@ def describe_drift(assumptions: PlanAssumptions, observation: PlanObservation) -
     ):
         if assumed is not None and observed is not None and abs(observed / assumed - 1) > DRIFT_THRESHOLD:
             return f"{name} moves {observed / 1e9:.3g} GB/s; the plan assumes {assumed / 1e9:.3g} GB/s"
-    if (
-        assumptions.waiting_share is not None
-        and observation.waiting_share - assumptions.waiting_share > DRIFT_THRESHOLD
-    ):
-        return (
-            f"the GPU waits for copies {observation.waiting_share:.0%} of the time; "
-            f"the plan assumes {assumptions.waiting_share:.0%}"
-        )
-    if assumptions.sample_s is not None and abs(observation.sample_s / assumptions.sample_s - 1) > DRIFT_THRESHOLD:
-        return (
-            f"a sample takes {observation.sample_s:.3g} s; it took {assumptions.sample_s:.3g} s when the plan was new"
-        )
+    assumed, waiting = assumptions.waiting_share, observation.waiting_share
+    if assumed is not None and waiting - assumed > DRIFT_THRESHOLD:
+        return f"the GPU waits for copies {waiting:.0%} of the time; the plan assumes {assumed:.0%}"
+    assumed, sample_s = assumptions.sample_s, observation.sample_s
+    if assumed is not None and abs(sample_s / assumed - 1) > DRIFT_THRESHOLD:
+        return f"a sample takes {sample_s:.3g} s; it took {assumed:.3g} s when the plan was new"
     return None
 
 
@@ -143,15 +137,13 @@ class PrefetchDistance:
 
     def adjusted(self, observation: PlanObservation) -> tuple[PrefetchDistance, str | None]:
         """The distance for the next windows, and the reason if it changes."""
-        if self.previous_waiting is not None and observation.waiting_share > IMPROVEMENT_RATIO * self.previous_waiting:
+        waiting = observation.waiting_share
+        if self.previous_waiting is not None and waiting > IMPROVEMENT_RATIO * self.previous_waiting:
             one_less = replace(self, ahead=self.ahead - 1, previous_waiting=None, settled=True)
-            return (
-                one_less,
-                f"{self.ahead} blocks ahead did not help: the GPU waits {observation.waiting_share:.1%} of the time",
-            )
-        if observation.waiting_share > WAITING_THRESHOLD and self.ahead < self.max_ahead and not self.settled:
-            one_more = replace(self, ahead=self.ahead + 1, previous_waiting=observation.waiting_share)
-            return one_more, f"the GPU waits for copies {observation.waiting_share:.1%} of the time"
+            return one_less, f"{self.ahead} blocks ahead did not help: the GPU waits {waiting:.1%} of the time"
+        if waiting > WAITING_THRESHOLD and self.ahead < self.max_ahead and not self.settled:
+            one_more = replace(self, ahead=self.ahead + 1, previous_waiting=waiting)
+            return one_more, f"the GPU waits for copies {waiting:.1%} of the time"
         return replace(self, previous_waiting=None), None
 
 

@@ -47,11 +47,7 @@ def step_time_bound(table: StepTable, rates: MachineRates, limits: MemoryLimits)
     step = TimedStep.from_table(table, rates)
     compute_s = table.micro_batches * step.micro_batch_s + step.update_s
     best = StepTimeBound(math.inf, "does not fit", compute_s, None)
-    for optimizer in OptimizerPlacement:
-        if optimizer is not OptimizerPlacement.GPU and not (rates.has_link and any(step.trained_bytes)):
-            continue
-        if optimizer is OptimizerPlacement.HOST and rates.host_bytes_s is None:
-            continue
+    for optimizer in step.optimizer_placements:
         candidate = _bound_with_optimizer(step, limits, optimizer, compute_s)
         if candidate.seconds < best.seconds:
             best = candidate
@@ -62,14 +58,11 @@ def _bound_with_optimizer(
     step: TimedStep, limits: MemoryLimits, optimizer: OptimizerPlacement, compute_s: float
 ) -> StepTimeBound:
     """The bound over all plans with this placement of the optimizer."""
-    count, on_host = len(step.weight_bytes), optimizer is OptimizerPlacement.HOST
-    programs = [
-        _BackwardMoment(step, limits, optimizer, at).build_program()
-        for at in range(max(0, count - EXAMINED_BLOCKS), count)
-    ]
-    if any(not program.feasible for program in programs):
+    on_host, last_blocks = optimizer is OptimizerPlacement.HOST, step.block_numbers[-EXAMINED_BLOCKS:]
+    programs = [_BackwardMoment(step, limits, optimizer, block).build_program() for block in last_blocks]
+    if not all(program.feasible for program in programs):
         return StepTimeBound(math.inf, "does not fit", compute_s, None)
-    best = max((bound_by_prices(program) for program in programs), key=lambda one: one.seconds)
+    best = max(map(bound_by_prices, programs), key=lambda one: one.seconds)
     # The work alone is a bound too. The prices include it; taking the maximum keeps rounding from falling below it.
     seconds = max(best.seconds, step.table.micro_batches * step.micro_batch_s + (0.0 if on_host else step.update_s))
     return StepTimeBound(seconds, _limiting_resource(step, on_host, best), compute_s, optimizer)
@@ -87,12 +80,13 @@ class _BackwardMoment:
         self._on_host = optimizer is OptimizerPlacement.HOST
         self._micro_batches = step.table.micro_batches
         rates = step.rates
-        self._up_s_per_byte = 1.0 / rates.to_device_bytes_s if rates.has_link and rates.to_device_bytes_s else 0.0
-        self._down_s_per_byte = 1.0 / rates.to_host_bytes_s if rates.has_link and rates.to_host_bytes_s else 0.0
+        # Seconds per byte in each direction of the link.
+        self._up = 1.0 / rates.to_device_bytes_s if rates.has_link and rates.to_device_bytes_s else 0.0
+        self._down = 1.0 / rates.to_host_bytes_s if rates.has_link and rates.to_host_bytes_s else 0.0
         # If both directions of the link run at once (duplex), a phase is charged only with the direction that it uses
         # more: activations leave in the first phase, and return in the second.
-        self._first_up_s_per_byte = 0.0 if rates.duplex else self._up_s_per_byte
-        self._second_down_s_per_byte = self._update_down_s_per_byte = 0.0 if rates.duplex else self._down_s_per_byte
+        self._first_up = 0.0 if rates.duplex else self._up
+        self._second_down = self._update_down = 0.0 if rates.duplex else self._down
 
     def build_program(self) -> BoundProgram:
         step, limits, block, micro_batches = self._step, self._limits, self._block, self._micro_batches
@@ -106,14 +100,12 @@ class _BackwardMoment:
         update_bytes = resident_bytes + sum(step.gradient_bytes) if resident_bytes else 0
         return BoundProgram(
             first_work_s=micro_batches * (sum(step.forward_s) + later),
-            first_link_s=missing * self._first_up_s_per_byte,
+            first_link_s=missing * self._first_up,
             second_work_s=micro_batches * (sum(step.backward_s) - later),
-            second_link_s=sum(step.gradient_bytes[: block + 1]) * self._second_down_s_per_byte
-            if self._on_host
-            else 0.0,
+            second_link_s=sum(step.gradient_bytes[: block + 1]) * self._second_down if self._on_host else 0.0,
             update_s=step.host_step_s if self._on_host else step.update_s,
-            min_arrive_s=max(0, update_bytes - limits.gpu_bytes) * self._up_s_per_byte,
-            min_depart_s=max(0, resident_bytes - limits.gpu_bytes) * self._update_down_s_per_byte,
+            min_arrive_s=max(0, update_bytes - limits.gpu_bytes) * self._up,
+            min_depart_s=max(0, resident_bytes - limits.gpu_bytes) * self._update_down,
             gpu_bytes=limits.gpu_bytes - self._always_on_gpu_bytes(),
             host_bytes=host - (sum(step.state_bytes) if self._on_host else 0),
             update_gpu_bytes=limits.gpu_bytes - (0 if self._on_host else self._never_offloaded_bytes()),
@@ -123,11 +115,10 @@ class _BackwardMoment:
     def _always_on_gpu_bytes(self) -> float:
         """On the GPU at this moment in every plan: the block that computes, the batch, and what is never offloaded."""
         step, block = self._step, self._block
-        gpu = (
-            step.table.batch_bytes + step.backward_bytes[block] + step.weight_bytes[block] + step.gradient_bytes[block]
-        )
-        others = [b for b in range(len(step.weight_bytes)) if b != block and not step.streams_trained[b]]
-        return gpu + sum(step.trained_bytes[b] + self._gradient_bytes_so_far(b) for b in others)
+        own = step.backward_bytes[block] + step.weight_bytes[block] + step.gradient_bytes[block]
+        others = [b for b in step.block_numbers if b != block and not step.streams_trained[b]]
+        adapters = sum(step.trained_bytes[b] + self._gradient_bytes_so_far(b) for b in others)
+        return step.table.batch_bytes + own + adapters
 
     def _never_offloaded_bytes(self) -> int:
         """What the update needs and every plan keeps on the GPU: adapters of blocks with larger frozen weights."""
@@ -149,20 +140,13 @@ class _BackwardMoment:
         """What a plan decides about: activations of earlier blocks, weights, optimizer state, idle experts."""
         step, block = self._step, self._block
         items = [self._activation_options(b) for b in range(block)]
-        items += [self._weight_options(b) for b in range(len(step.weight_bytes)) if b != block]
+        items += [self._weight_options(b) for b in step.block_numbers if b != block]
         state = float(sum(step.state_bytes))
         if self._optimizer is OptimizerPlacement.GPU:
             items.append((PlacementOption(gpu_bytes=state, update_gpu_bytes=state),))
         if self._optimizer is OptimizerPlacement.STREAMED:
-            items.append(
-                (
-                    PlacementOption(
-                        update_up_s=state * self._up_s_per_byte,
-                        update_down_s=state * self._update_down_s_per_byte,
-                        host_bytes=state,
-                    ),
-                )
-            )
+            up_s, down_s = state * self._up, state * self._update_down
+            items.append((PlacementOption(update_up_s=up_s, update_down_s=down_s, host_bytes=state),))
         items.append(self._stay_or_offload(step.table.idle_bytes, [PlacementOption()]))
         return tuple(items)
 
@@ -173,71 +157,43 @@ class _BackwardMoment:
         # The backward pass of an earlier block is still to come, so its weights are fetched in the second phase. For a
         # later block it is over; that fetch is not counted (the forward pass counts weights that do not fit).
         earlier = block < self._block
-        fetch_s = micro_batches * step.streamable_bytes[block] * self._up_s_per_byte if earlier else 0.0
+        streamable = step.streamable_bytes[block]
+        fetch_s = micro_batches * streamable * self._up if earlier else 0.0
         if not step.streams_trained[block]:
-            return self._stay_or_offload(
-                step.streamable_bytes[block], [PlacementOption(second_link_s=fetch_s)] if step.movable[block] else []
-            )
+            offloaded = [PlacementOption(second_link_s=fetch_s)] if step.movable[block] else []
+            return self._stay_or_offload(streamable, offloaded)
         trained, gradient = step.trained_bytes[block], step.gradient_bytes[block]
-        update_gpu = 0 if self._on_host else trained + gradient
-        stay = PlacementOption(
-            gpu_bytes=step.weight_bytes[block] + self._gradient_bytes_so_far(block), update_gpu_bytes=update_gpu
-        )
+        nbytes = step.weight_bytes[block] + self._gradient_bytes_so_far(block)
+        stay = PlacementOption(gpu_bytes=nbytes, update_gpu_bytes=0 if self._on_host else trained + gradient)
         if not step.movable[block] or not step.rates.has_link:
             return (stay,)
-        host = step.weight_bytes[block] + self._gradient_bytes_so_far(block)
         # The update left the block in host memory, so it is fetched at least once, for the first forward pass.
-        first_fetch_s = step.streamable_bytes[block] * self._first_up_s_per_byte
+        first_fetch_s = streamable * self._first_up
         if self._on_host:
-            return replace(stay, update_up_s=trained * self._up_s_per_byte), PlacementOption(
-                first_fetch_s, second_link_s=fetch_s, host_bytes=host
-            )
-        gradients_down_s = (
-            micro_batches * gradient * (self._second_down_s_per_byte if earlier else self._down_s_per_byte)
-        )
-        gradients_up_s = (
-            (micro_batches - 1) * gradient * (self._up_s_per_byte if earlier else self._first_up_s_per_byte)
-        )
-        update_up_s, update_down_s = (trained + gradient) * self._up_s_per_byte, trained * self._update_down_s_per_byte
-        if earlier:
-            return stay, PlacementOption(
-                first_fetch_s, 0.0, fetch_s + gradients_down_s + gradients_up_s, update_up_s, update_down_s, 0.0, host
-            )
-        return stay, PlacementOption(
-            first_fetch_s + gradients_down_s + gradients_up_s, 0.0, 0.0, update_up_s, update_down_s, 0.0, host
-        )
+            stay = replace(stay, update_up_s=trained * self._up)
+            return stay, PlacementOption(first_fetch_s, second_link_s=fetch_s, host_bytes=nbytes)
+        down_s = micro_batches * gradient * (self._second_down if earlier else self._down)
+        up_s = (micro_batches - 1) * gradient * (self._up if earlier else self._first_up)
+        first_s = first_fetch_s if earlier else first_fetch_s + down_s + up_s
+        second_s = fetch_s + down_s + up_s if earlier else 0.0
+        update_up_s, update_down_s = (trained + gradient) * self._up, trained * self._update_down
+        return stay, PlacementOption(first_s, 0.0, second_s, update_up_s, update_down_s, host_bytes=nbytes)
 
     def _activation_options(self, block: int) -> ItemOptions:
         """Keep, recompute, send, or send only the inputs and recompute from them."""
-        step, micro_batches = self._step, self._micro_batches
-        saved, inputs, recompute_s = (
-            step.saved_bytes[block],
-            step.input_bytes[block],
-            micro_batches * step.forward_s[block],
-        )
+        step, recompute_s = self._step, self._micro_batches * self._step.forward_s[block]
+        saved, inputs = step.saved_bytes[block], step.input_bytes[block]
         recomputable = step.table.blocks[block].recomputable
         options = [PlacementOption(gpu_bytes=saved)]
         if recomputable:
             options.append(PlacementOption(second_work_s=recompute_s, gpu_bytes=inputs))
         if step.rates.has_link and step.movable[block]:
-            options.append(
-                PlacementOption(
-                    micro_batches * saved * self._down_s_per_byte,
-                    0.0,
-                    micro_batches * saved * self._up_s_per_byte,
-                    host_bytes=saved,
-                )
-            )
-        if step.rates.has_link and step.movable[block] and recomputable:
-            options.append(
-                PlacementOption(
-                    micro_batches * inputs * self._down_s_per_byte,
-                    recompute_s,
-                    micro_batches * inputs * self._up_s_per_byte,
-                    host_bytes=inputs,
-                )
-            )
+            options += [self._send(saved), *([self._send(inputs, recompute_s)] if recomputable else [])]
         return tuple(options)
+
+    def _send(self, nbytes: int, work_s: float = 0.0) -> PlacementOption:
+        total = self._micro_batches * nbytes
+        return PlacementOption(total * self._down, work_s, total * self._up, host_bytes=nbytes)
 
     def _stay_or_offload(self, nbytes: float, offload_options: list[PlacementOption]) -> ItemOptions:
         stay = PlacementOption(gpu_bytes=nbytes)

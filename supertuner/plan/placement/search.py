@@ -17,10 +17,10 @@ deterministic: it counts its trials and reads no clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Final
+from typing import Final, TypeAlias
 
 from supertuner.plan.placement.choice import PlacementChoice, TimedStep
 from supertuner.plan.placement.fast_simulate import ChoiceEvaluation, evaluate_choice
@@ -28,6 +28,9 @@ from supertuner.plan.placement.memory_needs import MemoryNeeds, compute_memory_n
 from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement
 from supertuner.plan.placement.simulate import SIMULATED_MICRO_BATCHES
 from supertuner.plan.placement.throughput import MemoryLimits
+
+Counts: TypeAlias = tuple[int, int]
+"""How many blocks are streamed, and how many are recomputed."""
 
 EXHAUSTIVE_SEARCH_CHOICES: Final = 3000
 """Up to this many placements, all are evaluated."""
@@ -56,7 +59,9 @@ def search_placement(step: TimedStep, limits: MemoryLimits, bound_s: float) -> C
         if evaluation.simulated is not None and (not choice.idle_at_home or step.rates.has_link):
             return evaluation
     if _choice_count(step) <= EXHAUSTIVE_SEARCH_CHOICES:
-        return _best_evaluation(step, (evaluate_choice(step, choice, limits) for choice in _all_choices(step)))
+        evaluations = (evaluate_choice(step, choice, limits) for choice in _all_choices(step))
+        best = min(evaluations, key=lambda one: placement_cost(step, one))
+        return None if best.simulated is None else best
     return _PlacementSearch(step, limits, bound_s).run()
 
 
@@ -73,12 +78,7 @@ def link_seconds(step: TimedStep, choice: PlacementChoice) -> float:
     if not rates.has_link:
         return 0.0
     assert rates.to_device_bytes_s is not None and rates.to_host_bytes_s is not None
-    sent = sum(
-        saved
-        for saved, policy in zip(step.saved_bytes, choice.activations, strict=True)
-        if policy is ActivationPolicy.SEND
-    )
-    streamed = sum(w for w, offloaded in zip(step.streamable_bytes, choice.streamed, strict=True) if offloaded)
+    sent, streamed = sum(step.sent_bytes(choice)), sum(step.streamed_bytes(choice))
     gradients, trained = sum(step.offloaded_gradient_bytes(choice)), sum(step.streamed_trained_bytes(choice))
     up, down = micro * (sent + 2 * streamed) + (micro - 1) * gradients, micro * (sent + gradients)
     if choice.optimizer is OptimizerPlacement.HOST:
@@ -95,19 +95,13 @@ def min_update_s(step: TimedStep, optimizer: OptimizerPlacement) -> float:
         return step.host_step_s
     if optimizer is OptimizerPlacement.GPU or step.rates.duplex:
         return step.update_s
-    assert step.rates.to_device_bytes_s is not None and step.rates.to_host_bytes_s is not None
-    state = sum(step.state_bytes)
-    return max(step.update_s, state / step.rates.to_device_bytes_s + state / step.rates.to_host_bytes_s)
+    return max(step.update_s, step.rates.round_trip_s(sum(step.state_bytes)))
 
 
 def optimizer_placements(step: TimedStep, limits: MemoryLimits) -> list[OptimizerPlacement]:
     """The placements of the optimizer to try. Small state stays on the GPU."""
-    placements = [OptimizerPlacement.GPU]
-    if step.rates.has_link and sum(step.state_bytes) + sum(step.gradient_bytes) > NEGLIGIBLE_SHARE * limits.gpu_bytes:
-        placements.append(OptimizerPlacement.STREAMED)
-        if step.rates.host_bytes_s is not None:
-            placements.append(OptimizerPlacement.HOST)
-    return placements
+    small = sum(step.state_bytes) + sum(step.gradient_bytes) <= NEGLIGIBLE_SHARE * limits.gpu_bytes
+    return [OptimizerPlacement.GPU] if small else step.optimizer_placements
 
 
 def evenly_spread_order(members: Sequence[int]) -> list[int]:
@@ -131,30 +125,15 @@ def _streaming_options(step: TimedStep, block: int) -> tuple[bool, ...]:
 
 
 def _choice_count(step: TimedStep) -> int:
-    blocks = math.prod(
-        len(_activation_policies(step, b)) * len(_streaming_options(step, b)) for b in range(len(step.weight_bytes))
-    )
-    return blocks * len(PREFETCH_DISTANCES) * len(OptimizerPlacement)
+    by_block = (len(_activation_policies(step, b)) * len(_streaming_options(step, b)) for b in step.block_numbers)
+    return math.prod(by_block) * len(PREFETCH_DISTANCES) * len(OptimizerPlacement)
 
 
 def _all_choices(step: TimedStep) -> Iterator[PlacementChoice]:
-    count = len(step.weight_bytes)
-    can_offload_optimizer = step.rates.has_link and any(step.trained_bytes)
-    optimizers = [
-        stepping for stepping in OptimizerPlacement if stepping is OptimizerPlacement.GPU or can_offload_optimizer
-    ]
-    if step.rates.host_bytes_s is None and can_offload_optimizer:
-        optimizers.remove(OptimizerPlacement.HOST)
-    policies = product(*(_activation_policies(step, b) for b in range(count)))
-    for activations in policies:
-        for streamed in product(*(_streaming_options(step, b) for b in range(count))):
-            for ahead, stepping in product(PREFETCH_DISTANCES, optimizers):
-                yield PlacementChoice(streamed, activations, ahead, stepping, step.rates.has_link)
-
-
-def _best_evaluation(step: TimedStep, evaluations: Iterator[ChoiceEvaluation]) -> ChoiceEvaluation | None:
-    best = min(evaluations, key=lambda verdict: placement_cost(step, verdict), default=None)
-    return None if best is None or best.simulated is None else best
+    for activations in product(*(_activation_policies(step, b) for b in step.block_numbers)):
+        for streamed in product(*(_streaming_options(step, b) for b in step.block_numbers)):
+            for ahead, optimizer in product(PREFETCH_DISTANCES, step.optimizer_placements):
+                yield PlacementChoice(streamed, activations, ahead, optimizer, step.rates.has_link)
 
 
 class _PlacementSearch:
@@ -162,22 +141,20 @@ class _PlacementSearch:
 
     def __init__(self, step: TimedStep, limits: MemoryLimits, bound_s: float) -> None:
         self._step, self._limits, self._bound_s = step, limits, bound_s
-        self._trials_left = MAX_SIMULATED_USES // (
-            2 * len(step.weight_bytes) * min(step.table.micro_batches, SIMULATED_MICRO_BATCHES)
-        )
+        uses = 2 * len(step.weight_bytes) * min(step.table.micro_batches, SIMULATED_MICRO_BATCHES)
+        self._trials_left = MAX_SIMULATED_USES // uses
         self._needs_by_choice: dict[PlacementChoice, MemoryNeeds] = {}
-        self._micro_batch_s = step.micro_batch_s
         self._best: ChoiceEvaluation | None = None
-        self._streaming_order = _rank_blocks(
-            step,
-            lambda b: float(step.streamable_bytes[b]),
-            [b for b in range(len(step.weight_bytes)) if any(_streaming_options(step, b))],
-        )
-        recomputable = [
-            b for b in range(len(step.weight_bytes)) if ActivationPolicy.RECOMPUTE in _activation_policies(step, b)
-        ]
+        policies = [_activation_policies(step, b) for b in step.block_numbers]
+        self._can_send = [ActivationPolicy.SEND in allowed for allowed in policies]
+        streamable = {b: step.streamable_bytes[b] for b in step.block_numbers if any(_streaming_options(step, b))}
+        self._streaming_order = _rank_blocks(streamable)
         self._recompute_order = _rank_blocks(
-            step, lambda b: (step.saved_bytes[b] - step.input_bytes[b]) / max(step.forward_s[b], 1e-12), recomputable
+            {
+                b: (step.saved_bytes[b] - step.input_bytes[b]) / max(step.forward_s[b], 1e-12)
+                for b in step.block_numbers
+                if ActivationPolicy.RECOMPUTE in policies[b]
+            }
         )
         """Blocks by how many bytes recomputing them frees per second that it takes, best first."""
 
@@ -204,15 +181,11 @@ class _PlacementSearch:
 
     def _cost(self, choice: PlacementChoice | None) -> float:
         """Simulates a placement and remembers it if it is the best. Infinite if it does not fit or cannot be better."""
-        if choice is None:
-            return math.inf
-        spare_s = self._spare_s(choice)
-        if spare_s < 0:
+        if choice is None or (spare_s := self._spare_s(choice)) < 0:
             return math.inf
         self._trials_left -= 1
-        evaluation = evaluate_choice(
-            self._step, choice, self._limits, memory_needs=self._needs(choice), max_waiting_s=spare_s
-        )
+        needs = self._needs(choice)
+        evaluation = evaluate_choice(self._step, choice, self._limits, memory_needs=needs, max_waiting_s=spare_s)
         cost = placement_cost(self._step, evaluation)
         if cost < (math.inf if self._best is None else placement_cost(self._step, self._best)):
             self._best = evaluation
@@ -224,12 +197,7 @@ class _PlacementSearch:
         if self._best is None:
             return math.inf
         step = self._step
-        recompute_s = sum(
-            forward_s
-            for forward_s, policy in zip(step.forward_s, choice.activations, strict=True)
-            if policy is ActivationPolicy.RECOMPUTE
-        )
-        work_s = step.table.micro_batches * (self._micro_batch_s + recompute_s) + min_update_s(step, choice.optimizer)
+        work_s = step.passes_s(choice.activations) + min_update_s(step, choice.optimizer)
         if not step.rates.duplex and link_seconds(step, choice) > self._best.seconds:
             return -1.0
         return self._best.seconds - work_s
@@ -237,14 +205,14 @@ class _PlacementSearch:
     def _search_counts(self, ahead: int, optimizer: OptimizerPlacement, evenly: bool) -> None:
         """Searches the numbers of streamed and of recomputed blocks: a coarse grid, then around its best points."""
         max_counts = (len(self._streaming_order), len(self._recompute_order))
-        costs: dict[tuple[int, int], float] = {}
+        costs: dict[Counts, float] = {}
 
-        def value(at: tuple[int, int]) -> float:
+        def value(at: Counts) -> float:
             if at not in costs:
                 costs[at] = self._cost(self._build_choice(*at, ahead, optimizer, evenly))
             return costs[at]
 
-        stride = [max(1, math.ceil(limit / 4)) for limit in max_counts]
+        stride = max(1, math.ceil(max_counts[0] / 4)), max(1, math.ceil(max_counts[1] / 4))
         grid = [sorted({*range(0, limit + 1, by), limit}) for limit, by in zip(max_counts, stride, strict=True)]
         for at in product(*grid):
             value(at)
@@ -254,23 +222,14 @@ class _PlacementSearch:
         # Also refine the best points with no block and with all blocks recomputed: the optimum is often at such an end.
         ends = [next(at for at in ranked if at[1] == end) for end in {0, max_counts[1]}]
         for start in dict.fromkeys([*ranked[:REFINED_GRID_POINTS], *sorted(ends)]):
-            self._refine(start, (stride[0], stride[1]), (max_counts[0], max_counts[1]), value)
+            self._refine(start, stride, max_counts, value)
 
-    def _refine(
-        self,
-        point: tuple[int, int],
-        stride: tuple[int, int],
-        max_counts: tuple[int, int],
-        cost: Callable[[tuple[int, int]], float],
-    ) -> None:
+    def _refine(self, point: Counts, stride: Counts, max_counts: Counts, cost: Callable[[Counts], float]) -> None:
         """Pattern search: moves to the best of the eight neighbours; if none is better, halves the stride."""
         while not self._done:
-            neighbours = [
-                (point[0] + i * stride[0], point[1] + j * stride[1])
-                for i, j in product((-1, 0, 1), repeat=2)
-                if 0 <= point[0] + i * stride[0] <= max_counts[0] and 0 <= point[1] + j * stride[1] <= max_counts[1]
-            ]
-            better = min(neighbours, key=lambda key: (cost(key), key))
+            around = [(point[0] + i * stride[0], point[1] + j * stride[1]) for i, j in product((-1, 0, 1), repeat=2)]
+            inside = [at for at in around if 0 <= at[0] <= max_counts[0] and 0 <= at[1] <= max_counts[1]]
+            better = min(inside, key=lambda key: (cost(key), key))
             if cost(better) < cost(point):
                 point = better
             elif stride == (1, 1):
@@ -283,28 +242,20 @@ class _PlacementSearch:
     ) -> PlacementChoice | None:
         """The placement with these counts in which as many other blocks as fit keep their activations; None: even with
         none kept it does not fit."""
-        count = len(self._step.weight_bytes)
-        streamed, recomputed = (
-            set(self._streaming_order[:streamed_count]),
-            set(self._recompute_order[:recomputed_count]),
-        )
-        others = [b for b in reversed(range(count)) if b not in recomputed]
+        numbers = self._step.block_numbers
+        streaming, recomputed = set(self._streaming_order[:streamed_count]), self._recompute_order[:recomputed_count]
+        streamed = tuple(b in streaming for b in numbers)
+        others = [b for b in reversed(numbers) if b not in recomputed]
         if evenly:
             others = others[: ahead + 1] + evenly_spread_order(others[ahead + 1 :])
 
         def choice_keeping(kept: int) -> PlacementChoice:
-            keep = set(others[:kept])
-            policies = tuple(
-                ActivationPolicy.RECOMPUTE
-                if b in recomputed
-                else ActivationPolicy.KEEP
-                if b in keep or not self._can_send(b)
-                else ActivationPolicy.SEND
-                for b in range(count)
-            )
-            return PlacementChoice(
-                tuple(b in streamed for b in range(count)), policies, ahead, optimizer, self._step.rates.has_link
-            )
+            policies = [ActivationPolicy.SEND if can_send else ActivationPolicy.KEEP for can_send in self._can_send]
+            for b in others[:kept]:
+                policies[b] = ActivationPolicy.KEEP
+            for b in recomputed:
+                policies[b] = ActivationPolicy.RECOMPUTE
+            return PlacementChoice(streamed, tuple(policies), ahead, optimizer, self._step.rates.has_link)
 
         if not self._fits_gpu(choice_keeping(0)):
             return None
@@ -318,26 +269,21 @@ class _PlacementSearch:
         best_choice = choice_keeping(low)
         return best_choice if self._needs(best_choice).fits(self._limits, self._step.rates.one_pool) else None
 
-    def _can_send(self, block: int) -> bool:
-        return ActivationPolicy.SEND in _activation_policies(self._step, block)
-
     def _fits_gpu(self, choice: PlacementChoice) -> bool:
         return self._needs(choice).gpu_bytes <= self._limits.gpu_bytes
 
     def _needs(self, choice: PlacementChoice) -> MemoryNeeds:
-        memory_needs = self._needs_by_choice.get(choice)
-        if memory_needs is None:
-            memory_needs = self._needs_by_choice[choice] = compute_memory_needs(
-                self._step, choice.without_immediate_refetches()
-            )
-        return memory_needs
+        if choice not in self._needs_by_choice:
+            self._needs_by_choice[choice] = compute_memory_needs(self._step, choice.without_immediate_refetches())
+        return self._needs_by_choice[choice]
 
     def _improve_single_blocks(self) -> None:
         """Local search: takes the first neighbour that is better, and starts again from it, until none is."""
         best = self._best
         while best is not None and not self._done:
             for neighbour in _neighbours(self._step, best.choice):
-                self._cost(neighbour if self._fits_gpu(neighbour) else None)
+                if self._fits_gpu(neighbour):
+                    self._cost(neighbour)
                 if self._done or self._best is not best:
                     break
             if self._best is best:
@@ -347,7 +293,7 @@ class _PlacementSearch:
 
 def _neighbours(step: TimedStep, choice: PlacementChoice) -> Iterator[PlacementChoice]:
     """Placements that differ in one block, then those in which two blocks are swapped."""
-    for b in range(len(step.weight_bytes)):
+    for b in step.block_numbers:
         for policy in _activation_policies(step, b):
             if policy is not choice.activations[b]:
                 yield replace(choice, activations=(*choice.activations[:b], policy, *choice.activations[b + 1 :]))
@@ -355,7 +301,7 @@ def _neighbours(step: TimedStep, choice: PlacementChoice) -> Iterator[PlacementC
             if streamed is not choice.streamed[b]:
                 yield replace(choice, streamed=(*choice.streamed[:b], streamed, *choice.streamed[b + 1 :]))
     for distance in (1, 2, 4, 8, 16):
-        for b in range(len(step.weight_bytes) - distance):
+        for b in step.block_numbers[:-distance]:
             yield from _swapped_choices(step, choice, b, b + distance)
 
 
@@ -373,13 +319,9 @@ def _swapped_choices(step: TimedStep, choice: PlacementChoice, first: int, secon
         yield replace(choice, streamed=tuple(streamed))
 
 
-def _rank_blocks(step: TimedStep, merit: Callable[[int], float], blocks: Sequence[int]) -> list[int]:
+def _rank_blocks(merits: Mapping[int, float]) -> list[int]:
     """Blocks by merit, best first; blocks of equal merit (to 3 digits) in an evenly spread order."""
-    blocks_by_merit: dict[float, list[int]] = {}
-    for block in blocks:
-        blocks_by_merit.setdefault(float(f"{merit(block):.3g}"), []).append(block)
-    return [
-        block
-        for value in sorted(blocks_by_merit, reverse=True)
-        for block in evenly_spread_order(blocks_by_merit[value])
-    ]
+    by_merit: dict[float, list[int]] = {}
+    for block, merit in merits.items():
+        by_merit.setdefault(float(f"{merit:.3g}"), []).append(block)
+    return [block for merit in sorted(by_merit, reverse=True) for block in evenly_spread_order(by_merit[merit])]

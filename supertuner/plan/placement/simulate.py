@@ -11,8 +11,8 @@ The same rules hold for every placement, for plans and baselines alike; `train/o
 - The update begins when all gradients have arrived. At the end of a window everything is at its permanent place, so
   that checkpoints can read it there.
 
-The machine is a parameter: the emulated superchip (`replay.py`) and a fast clock (`fast_simulate.py`) run the same
-code.
+The machine is a parameter: a fast clock (`fast_simulate.py`) and the emulated superchip (`benchmarks/plan_replay.py`)
+run the same code.
 """
 
 from __future__ import annotations
@@ -67,32 +67,22 @@ class SimulatedWindow:
 def simulate_window(
     step: TimedStep,
     choice: PlacementChoice,
-    memory_needs: MemoryNeeds,
+    needs: MemoryNeeds,
     gpu_bytes: int,
     machine: SimulatedMachine,
     *,
     max_waiting_s: float = math.inf,
 ) -> SimulatedWindow | None:
     """The times of one window; None: its passes waited longer than `max_waiting_s`, and the simulation stopped."""
-    return _WindowSimulator(step, choice, memory_needs, gpu_bytes, machine).simulate(max_waiting_s)
+    return _WindowSimulator(step, choice, needs, gpu_bytes, machine).simulate(max_waiting_s)
 
 
 class _WindowSimulator:
     def __init__(
-        self,
-        step: TimedStep,
-        choice: PlacementChoice,
-        memory_needs: MemoryNeeds,
-        gpu_bytes: int,
-        machine: SimulatedMachine,
+        self, step: TimedStep, choice: PlacementChoice, needs: MemoryNeeds, gpu_bytes: int, machine: SimulatedMachine
     ) -> None:
-        self._step, self._choice, self._needs, self._gpu_bytes, self._machine = (
-            step,
-            choice,
-            memory_needs,
-            gpu_bytes,
-            machine,
-        )
+        self._step, self._choice, self._needs = step, choice, needs
+        self._gpu_bytes, self._machine = gpu_bytes, machine
         self._offloaded_gradients = step.offloaded_gradient_bytes(choice)
         self._gradients_in_flight: deque[tuple[float, int]] = deque()
         """Gradients on their way to the host: arrival time and bytes, oldest first."""
@@ -108,9 +98,9 @@ class _WindowSimulator:
         """Time at which the last gradient that was sent has arrived."""
         self._compute_s = 0.0
 
-    def simulate(self, max_waiting_s: float = math.inf) -> SimulatedWindow | None:
-        begin, compute_before = self._machine.now, self._compute_s
-        latest_waiting = begin - compute_before + max_waiting_s  # upper limit of (clock - time computed)
+    def simulate(self, max_waiting_s: float) -> SimulatedWindow | None:
+        begin = self._machine.now
+        latest_waiting = begin + max_waiting_s  # upper limit of (clock - time computed)
         table, count = self._step.table, len(self._step.weight_bytes)
         simulated = min(table.micro_batches, SIMULATED_MICRO_BATCHES)
         passes = [*((b, False) for b in range(count)), *((b, True) for b in reversed(range(count)))]
@@ -128,10 +118,8 @@ class _WindowSimulator:
         self._slot_ready_s.clear()
         begin_update = self._machine.now
         self._update()
-        seconds = self._machine.now - begin + extra
-        return SimulatedWindow(
-            seconds, self._compute_s - compute_before + extra_computed, self._machine.now - begin_update
-        )
+        end = self._machine.now
+        return SimulatedWindow(end - begin + extra, self._compute_s + extra_computed, end - begin_update)
 
     # ── forward and backward ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -176,12 +164,8 @@ class _WindowSimulator:
         if backward and self._offloaded_gradients[block]:
             if not first:  # gradients of earlier micro-batches are fetched, to add these to them
                 self._machine.wait_until(self._machine.start_copy(self._offloaded_gradients[block], True))
-            self._gradients_on_host_s = self._send_gradients(self._offloaded_gradients[block])
-
-    def _send_gradients(self, nbytes: int) -> float:
-        done_s = self._machine.start_copy(nbytes, False)
-        self._gradients_in_flight.append((done_s, nbytes))
-        return done_s
+            self._gradients_on_host_s = self._machine.start_copy(self._offloaded_gradients[block], False)
+            self._gradients_in_flight.append((self._gradients_on_host_s, self._offloaded_gradients[block]))
 
     def _make_room(self, need: int) -> None:
         """Waits for gradients on their way to the host, oldest first, until `need` bytes fit beside the rest."""
@@ -225,7 +209,6 @@ class _WindowSimulator:
         The next piece's fetch starts after the piece before the current one has been sent: both use the link.
         """
         step, machine, pieces = self._step, self._machine, self._needs.update_piece_bytes
-        offloaded_gradients = step.offloaded_gradient_bytes(self._choice)
         order = [b for b in range(len(pieces)) if step.trained_bytes[b]]
         sent_s, next_ready_s = 0.0, machine.start_copy(pieces[order[0]], True)
         for number, block in enumerate(order):
@@ -234,5 +217,5 @@ class _WindowSimulator:
                 next_ready_s = machine.start_copy(pieces[order[number + 1]], True, sent_s)
             machine.wait_until(ready_s)
             self._compute(step.update_s * step.update_shares[block])
-            sent_s = machine.start_copy(pieces[block] - offloaded_gradients[block], False)
+            sent_s = machine.start_copy(pieces[block] - self._offloaded_gradients[block], False)
         machine.wait_until(sent_s)

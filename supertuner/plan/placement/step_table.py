@@ -7,7 +7,8 @@ activation is kept; the effect of recomputing or offloading is derived from them
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,13 @@ class OperatorWork:
     operators: int = 0
 
     def __add__(self, other: OperatorWork) -> OperatorWork:
-        return OperatorWork(
-            self.matmul_flops + other.matmul_flops,
-            self.other_flops + other.other_flops,
-            self.gpu_bytes + other.gpu_bytes,
-            self.operators + other.operators,
-        )
+        return OperatorWork(*map(operator.add, astuple(self), astuple(other)))
+
+    def __sub__(self, other: OperatorWork) -> OperatorWork:
+        return OperatorWork(*map(operator.sub, astuple(self), astuple(other)))
+
+    def __mul__(self, repeats: int) -> OperatorWork:
+        return OperatorWork(*(figure * repeats for figure in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)

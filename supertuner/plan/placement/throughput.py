@@ -74,6 +74,11 @@ class MachineRates:
         busiest = max(work.matmul_flops / self.matmul_flops, other, work.gpu_bytes / self.gpu_bytes_s)
         return busiest / self.compute_share
 
+    def round_trip_s(self, nbytes: float) -> float:
+        """Time to copy to the host and back over the link."""
+        assert self.to_device_bytes_s is not None and self.to_host_bytes_s is not None, "there is no link"
+        return nbytes / self.to_device_bytes_s + nbytes / self.to_host_bytes_s
+
     def is_memory_bound(self, work: OperatorWork) -> bool:
         """Whether memory traffic takes longer than the matrix products."""
         assert self.matmul_flops is not None and self.gpu_bytes_s is not None, "a rate is unknown; see `unknown_rates`"

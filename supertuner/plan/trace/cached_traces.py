@@ -17,12 +17,7 @@ from supertuner.models.adapters import attach as adapters
 from supertuner.models.spec import Expert, Family, ModelDescription
 from supertuner.plan.trace.encoder_shapes import BatchShape
 from supertuner.plan.trace.execution_trace import ExecutionTrace
-from supertuner.plan.trace.inference_phases import (
-    SampleTrace,
-    trace_media_encoding,
-    trace_sampling,
-    trace_text_encoding,
-)
+from supertuner.plan.trace.inference_phases import trace_media_encoding, trace_sampling, trace_text_encoding
 from supertuner.plan.trace.recorder import TracedDevice
 from supertuner.plan.trace.trace_store import TraceCache
 from supertuner.plan.trace.training_step import trace_training_step, with_checkpointing
@@ -45,16 +40,10 @@ class CachedTraces:
     device: TracedDevice
 
     def training(
-        self,
-        expert: Expert,
-        shape: BatchShape,
-        *,
-        checkpointing: bool | None = None,
-        micro_batches: int = 1,
-        label: str = "",
+        self, expert: Expert, shape: BatchShape, checkpointing: bool = False, micro_batches: int = 1, label: str = ""
     ) -> ExecutionTrace:
-        """One optimizer step of `expert`. `checkpointing` overrides `train.gradient_checkpointing`."""
-        config = self.config if checkpointing is None else with_checkpointing(self.config, checkpointing)
+        """One optimizer step of `expert`. `checkpointing` replaces `train.gradient_checkpointing`."""
+        config = with_checkpointing(self.config, checkpointing)
         description = {
             **self._phase_key("train"),
             **self._expert_key(expert),
@@ -87,29 +76,24 @@ class CachedTraces:
             f"the encoding of {label}",
         )
 
-    def text(self, reference_shape: tuple[int, ...] | None = None, text_tokens: int | None = None) -> ExecutionTrace:
+    def text(self, reference_shape: tuple[int, ...] | None = None) -> ExecutionTrace:
         """Encoding one caption. `reference_shape`: of the image that an editing model receives with it."""
         description = {
             **self._phase_key("text"),
             "configs": self._text_encoder_key(),
             "precision": self.config.train.mixed_precision,
             "picture": None if reference_shape is None else list(reference_shape),
-            "tokens": self.model.source.assumed_caption_tokens if text_tokens is None else text_tokens,
+            "tokens": self.model.source.assumed_caption_tokens,
         }
         return self.cache.get_or_create(
             description,
             lambda: trace_text_encoding(
-                self.config,
-                self.family,
-                self.model,
-                reference_shape=reference_shape,
-                text_tokens=text_tokens,
-                device=self.device,
+                self.config, self.family, self.model, reference_shape=reference_shape, device=self.device
             ),
             "the encoding of a caption",
         )
 
-    def sampling(self, shape: BatchShape, label: str = "") -> SampleTrace:
+    def sampling(self, shape: BatchShape, label: str = "") -> ExecutionTrace:
         """Generating one sample at a validation."""
         description = {
             **self._phase_key("sample"),
@@ -120,12 +104,11 @@ class CachedTraces:
             "shape": str(shape),
             "guided": self.config.validation.guidance_scale > 1,
         }
-        trace = self.cache.get_or_create(
+        return self.cache.get_or_create(
             description,
-            lambda: trace_sampling(self.config, self.family, self.model, shape, device=self.device).trace,
+            lambda: trace_sampling(self.config, self.family, self.model, shape, device=self.device),
             f"a sample{label and ' of ' + label}",
         )
-        return SampleTrace(trace)
 
     def _phase_key(self, name: str) -> dict[str, JSON]:
         return {"phase": name, "family": self.family.name, "device": repr(self.device)}

@@ -51,11 +51,6 @@ class AllocatorBlock:
     before: AllocatorBlock | None = None
     after: AllocatorBlock | None = None
 
-    @property
-    def is_whole_segment(self) -> bool:
-        """Whether the block is all of its segment."""
-        return self.before is None and self.after is None
-
 
 class AllocatorOutOfMemory(Exception):  # a result of the model, not an error of this program
     """The modelled allocator cannot serve a request."""
@@ -117,13 +112,9 @@ class CachingAllocator:
         return block
 
     def _reserve_segment(self, nbytes: int, small: bool) -> AllocatorBlock:
-        size = (
-            SMALL_SEGMENT_BYTES
-            if small
-            else LARGE_SEGMENT_BYTES
-            if nbytes < OWN_SEGMENT_MIN_BYTES
-            else -(-nbytes // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES
-        )
+        size = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
+        if nbytes >= OWN_SEGMENT_MIN_BYTES:
+            size = -(-nbytes // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES
         if self.limit_bytes is not None and self.reserved_bytes + size > self.limit_bytes:
             self._release_free_segments()
             if self.reserved_bytes + size > self.limit_bytes:
@@ -137,14 +128,13 @@ class CachingAllocator:
     def _release_free_segments(self) -> None:
         """Returns segments without live blocks to the driver."""
         self.retries += 1
-        for block in [one for one in self._free_by_address.values() if one.is_whole_segment]:
+        for block in [one for one in self._free_by_address.values() if one.before is None and one.after is None]:
             self._remove_from_free_list(block)
             self.reserved_bytes -= block.nbytes
 
     def _split(self, block: AllocatorBlock, nbytes: int) -> None:
-        rest = AllocatorBlock(
-            block.address + nbytes, block.nbytes - nbytes, block.small, before=block, after=block.after
-        )
+        address, left = block.address + nbytes, block.nbytes - nbytes
+        rest = AllocatorBlock(address, left, block.small, before=block, after=block.after)
         if rest.after is not None:
             rest.after.before = rest
         block.nbytes, block.after = nbytes, rest
@@ -183,33 +173,28 @@ def simulate_allocator(trace: ExecutionTrace, *, limit_bytes: int | None = None,
     both change how much is reserved.
     """
     allocator = CachingAllocator(limit_bytes)
-    initial_tensors = np.flatnonzero((trace.birth == 0) & (trace.kind != TensorKind.STATE))
-    optimizer_state = np.flatnonzero((trace.birth == 0) & (trace.kind == TensorKind.STATE))
-    first_update = _first_update_tick(trace)
-    events = _allocation_events(trace)
+    is_state = trace.kind == TensorKind.STATE
+    pending_state = np.flatnonzero((trace.birth == 0) & is_state).tolist()
+    first_update = min((one.begin for one in trace.spans if one.step_pass is StepPass.UPDATE), default=trace.end)
+    events, nbytes = _allocation_events(trace), trace.nbytes.tolist()
     blocks: dict[int, AllocatorBlock] = {}
+    fits = True
     try:
-        for number in initial_tensors.tolist():
-            blocks[number] = allocator.allocate(int(trace.nbytes[number]))
+        for number in np.flatnonzero((trace.birth == 0) & ~is_state).tolist():
+            allocator.allocate(nbytes[number])
         for window in range(windows):
-            pending_state = optimizer_state.tolist() if window == 0 else []
             for at, is_birth, number in events:
-                if pending_state and at >= first_update:
-                    blocks |= {one: allocator.allocate(int(trace.nbytes[one])) for one in pending_state}
+                if window == 0 and pending_state and at >= first_update:
+                    for one in pending_state:
+                        allocator.allocate(nbytes[one])
                     pending_state = []
                 if is_birth:
-                    blocks[number] = allocator.allocate(int(trace.nbytes[number]))
+                    blocks[number] = allocator.allocate(nbytes[number])
                 else:
                     allocator.free(blocks.pop(number))
     except AllocatorOutOfMemory:
-        return AllocatorPeaks(
-            allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.retries, fits=False
-        )
-    return AllocatorPeaks(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.retries, fits=True)
-
-
-def _first_update_tick(trace: ExecutionTrace) -> int:
-    return min((one.begin for one in trace.spans if one.step_pass is StepPass.UPDATE), default=trace.end)
+        fits = False
+    return AllocatorPeaks(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.retries, fits)
 
 
 def _allocation_events(trace: ExecutionTrace) -> list[tuple[int, bool, int]]:

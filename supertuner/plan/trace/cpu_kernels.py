@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from supertuner.plan.trace.recorder import PlainCpuDevice
+from supertuner.plan.trace.recorder import TracedDevice
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ ONEDNN_SCRATCH_ALIGNMENT = 128
 
 
 @dataclass(frozen=True, slots=True)
-class CpuDevice(PlainCpuDevice):
+class CpuDevice(TracedDevice):
     """A CPU with the workspaces of its kernels."""
 
     threads: int = field(default_factory=torch.get_num_threads)

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 CUDNN_PREFERRED = frozenset({(9, 0), (10, 0)})
 """Compute capabilities on which torch tries cuDNN first. On others cuDNN comes after a kernel that accepts every
@@ -33,6 +37,11 @@ class AttentionShape:
     keys: int
     head_dim: int
     element_bytes: int
+
+    @classmethod
+    def from_tensors(cls, query: torch.Tensor, key: torch.Tensor) -> AttentionShape:
+        batch, heads, queries, width = query.shape
+        return cls(batch, heads, queries, key.shape[-2], width, query.element_size())
 
     @property
     def batch_heads(self) -> int:
@@ -64,16 +73,14 @@ def attention_backward_workspaces(attention_kernel: AttentionKernel, shape: Atte
 
     None for the math kernel: it consists of ordinary operators.
     """
+    dim = shape.head_dim
     if attention_kernel is AttentionKernel.CUDNN:
-        return (shape.batch_heads * shape.queries * (shape.head_dim + 1) * 4,)
+        return (shape.batch_heads * shape.queries * (dim + 1) * 4,)
     if attention_kernel is AttentionKernel.FLASH:
-        width = _round_up(shape.head_dim, 32 if shape.head_dim <= 128 else 64)
-        queries = _round_up(shape.queries, 128)
+        width, queries = _round_up(dim, 32 if dim <= 128 else 64), _round_up(shape.queries, 128)
         return shape.batch_heads * queries * width * 4, shape.batch_heads * queries * 4
     if attention_kernel is AttentionKernel.EFFICIENT:
-        width = (
-            shape.head_dim if shape.head_dim <= 64 else _round_up(shape.head_dim, 128 if shape.head_dim <= 128 else 64)
-        )
+        width = dim if dim <= 64 else _round_up(dim, 128 if dim <= 128 else 64)
         return shape.batch_heads * _round_up(shape.queries, 64) * width * 4, shape.batch_heads * shape.queries * 4
     return ()
 

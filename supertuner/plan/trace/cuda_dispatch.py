@@ -40,15 +40,8 @@ AUTOCAST_FP32_OUTPUT: Final = (
 )  # fmt: skip
 """They get `dtype=torch.float32`, and cast internally."""
 AUTOCAST_LOWER_PRECISION: Final = (
-    "_convolution",
-    "convolution",
-    "addmv",
-    "addr",
-    "chain_matmul",
-    "einsum",
-    "linalg_multi_dot",
-    "mv",
-)
+    "_convolution", "convolution", "addmv", "addr", "chain_matmul", "einsum", "linalg_multi_dot", "mv",
+)  # fmt: skip
 """In addition to those that CPU autocast lowers too: linear layers, convolutions, matrix products, attention."""
 AUTOCAST_PROMOTE: Final = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add", "tensordot", "vdot",
@@ -159,31 +152,19 @@ def _scaled_dot_product_attention(capability: tuple[int, int]) -> OperatorFuncti
         which = _select_kernel(query, key, attn_mask, dropout_p, capability)
         mask = None if attn_mask is None else _additive_mask(attn_mask, query.dtype)
         learns = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+        inputs, width, options = (query, key, value), query.shape[-1], (learns, dropout_p, is_causal)
         if which is AttentionKernel.CUDNN:
-            found = aten._scaled_dot_product_cudnn_attention(
-                query, key, value, mask, learns, dropout_p, is_causal, False, scale=scale
-            )
+            found = aten._scaled_dot_product_cudnn_attention(*inputs, mask, *options, False, scale=scale)
         elif which is AttentionKernel.FLASH:
-            width = query.shape[-1]
-            spare = -width % 8
-            query, key, value = (
-                torch.nn.functional.pad(one, (0, spare)) if spare else one for one in (query, key, value)
-            )
-            scale = width**-0.5 if scale is None else scale
-            found = aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )
+            spare, scale = -width % 8, width**-0.5 if scale is None else scale
+            padded = (torch.nn.functional.pad(one, (0, spare)) if spare else one for one in inputs)
+            found = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)
             return found[0][..., :width]  # type: ignore[no-any-return]
         elif which is AttentionKernel.EFFICIENT:
-            if mask is not None:
-                mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-            found = aten._scaled_dot_product_efficient_attention(
-                query, key, value, mask, learns, dropout_p, is_causal, scale=scale
-            )
+            mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
+            found = aten._scaled_dot_product_efficient_attention(*inputs, mask, *options, scale=scale)
         else:
-            found = aten._scaled_dot_product_attention_math(
-                query, key, value, mask, dropout_p, is_causal, None, scale=scale
-            )
+            found = aten._scaled_dot_product_attention_math(*inputs, mask, dropout_p, is_causal, None, scale=scale)
         return found[0]  # type: ignore[no-any-return]
 
     return attend
@@ -194,9 +175,8 @@ def _select_kernel(
 ) -> AttentionKernel:
     if query.dim() != 4:
         return AttentionKernel.MATH
-    batch, heads, queries, width = query.shape
     return select_attention_kernel(
-        AttentionShape(batch, heads, queries, key.shape[-2], width, query.element_size()),
+        AttentionShape.from_tensors(query, key),
         capability=capability,
         masked=mask is not None,
         mask_requires_grad=mask is not None and mask.requires_grad,
@@ -231,10 +211,8 @@ class _FusedRmsNorm(torch.autograd.Function):
         values, weight, scale = ctx.saved_tensors
         output_mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
         with torch._C._AutoDispatchBelowAutograd():
-            values_gradient, weight_gradient = aten._fused_rms_norm_backward(
-                gradient, values, ctx.shape, scale, weight, output_mask
-            )
-        return values_gradient, None, weight_gradient, None
+            gradients = aten._fused_rms_norm_backward(gradient, values, ctx.shape, scale, weight, output_mask)
+        return gradients[0], None, gradients[1], None
 
 
 def _rms_norm(

@@ -18,6 +18,7 @@ from supertuner.core.types import KIB, MIB
 from supertuner.plan.trace.cuda_attention import AttentionKernel, AttentionShape, attention_backward_workspaces
 from supertuner.plan.trace.cuda_dispatch import dispatch_as_cuda
 from supertuner.plan.trace.cuda_reductions import GH200_CHIP, GpuChip, reduction_workspaces
+from supertuner.plan.trace.recorder import TracedDevice
 
 aten = torch.ops.aten
 
@@ -35,26 +36,25 @@ FOREACH_CHUNK_ELEMENTS = 65536
 
 
 @dataclass(frozen=True, slots=True)
-class CudaDevice:
-    """A GPU. Implements `TracedDevice`."""
+class CudaDevice(TracedDevice):
+    """A GPU."""
 
-    chip: GpuChip = GH200_CHIP
     name: str = "cuda"
     alignment_bytes: int = ALIGNMENT_BYTES
+    chip: GpuChip = GH200_CHIP
 
     def emulate_dispatch(self) -> AbstractContextManager[None]:
         return dispatch_as_cuda(self.chip.capability)
 
     def library_workspaces(self) -> Sequence[int]:
         """Sizes of the cuBLAS workspaces, which the first matrix product of each thread allocates for good."""
-        return (
-            CUBLAS_WORKSPACE_BYTES if self.chip.capability[0] >= 9 else CUBLAS_WORKSPACE_BYTES_BEFORE_HOPPER,
-        ) * CUBLAS_THREADS
+        hopper = self.chip.capability[0] >= 9
+        return (CUBLAS_WORKSPACE_BYTES if hopper else CUBLAS_WORKSPACE_BYTES_BEFORE_HOPPER,) * CUBLAS_THREADS
 
     def operator_workspaces(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
         """Sizes of buffers that an operator allocates and frees while it runs."""
         if (attention_kernel := _ATTENTION_BACKWARD_KERNELS.get(operator)) is not None:
-            return attention_backward_workspaces(attention_kernel, _attention_shape(args[1], args[2]))
+            return attention_backward_workspaces(attention_kernel, AttentionShape.from_tensors(args[1], args[2]))
         if operator in _DIM_REDUCTIONS:
             return self._reduction_workspaces(args[0], args[1] if len(args) > 1 else kwargs.get("dim"))
         if operator in _FULL_REDUCTIONS:
@@ -64,7 +64,7 @@ class CudaDevice:
         if operator is aten.convolution.default:
             return _convolution_workspaces(*args)
         if operator is aten.convolution_backward.default:
-            return self._convolution_backward_workspaces(*args)
+            return self._convolution_backward_workspaces(args[0], args[1], args[2], output_mask=args[-1])
         return ()
 
     def _reduction_workspaces(self, values: torch.Tensor, dimensions: Any) -> Sequence[int]:
@@ -72,29 +72,15 @@ class CudaDevice:
             dimensions = range(values.dim())
         elif isinstance(dimensions, int):
             dimensions = (dimensions,)
-        accumulator_bytes = 8 if values.dtype in (torch.float64, torch.int64) else 4
-        return reduction_workspaces(
-            values.shape,
-            values.stride(),
-            dimensions,
-            values.element_size(),
-            self.chip,
-            accumulator_bytes=accumulator_bytes,
-        )
+        size, wide = values.element_size(), 8 if values.dtype in (torch.float64, torch.int64) else 4
+        return reduction_workspaces(values.shape, values.stride(), dimensions, size, self.chip, accumulator_bytes=wide)
 
     def _convolution_backward_workspaces(
-        self,
-        gradient: torch.Tensor,
-        values: torch.Tensor,
-        weight: torch.Tensor,
-        bias_sizes: Any,
-        *rest: Any,
+        self, gradient: torch.Tensor, values: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]
     ) -> Sequence[int]:
         """The gradients are computed one after the other: the largest workspace counts."""
-        output_mask = rest[-1]
-        copies = (
-            sum(map(_channels_last_copy_bytes, (gradient, values, weight))) if output_mask[0] or output_mask[1] else 0
-        )
+        copied = (gradient, values, weight) if output_mask[0] or output_mask[1] else ()
+        copies = sum(map(_channels_last_copy_bytes, copied))
         others = [dimension for dimension in range(gradient.dim()) if dimension != 1]
         sums = sum(self._reduction_workspaces(gradient, others)) if output_mask[2] else 0
         return (max(copies, sums),) if max(copies, sums) else ()
@@ -105,20 +91,8 @@ _ATTENTION_BACKWARD_KERNELS = {
     aten._scaled_dot_product_flash_attention_backward.default: AttentionKernel.FLASH,
     aten._scaled_dot_product_efficient_attention_backward.default: AttentionKernel.EFFICIENT,
 }
-_DIM_REDUCTIONS = frozenset(
-    {
-        aten.sum.dim_IntList,
-        aten.mean.dim,
-        aten.amax.default,
-        aten.amin.default,
-    }
-)
+_DIM_REDUCTIONS = frozenset({aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default})
 _FULL_REDUCTIONS = frozenset({aten.sum.default, aten.mean.default, aten.linalg_vector_norm.default})
-
-
-def _attention_shape(query: torch.Tensor, key: torch.Tensor) -> AttentionShape:
-    batch, heads, queries, width = query.shape
-    return AttentionShape(batch, heads, queries, key.shape[-2], width, query.element_size())
 
 
 def _foreach_norm_workspaces(tensors: Sequence[torch.Tensor]) -> Sequence[int]:
@@ -131,21 +105,14 @@ def _foreach_norm_workspaces(tensors: Sequence[torch.Tensor]) -> Sequence[int]:
 
 def _convolution_workspaces(values: torch.Tensor, weight: torch.Tensor, bias: Any, *rest: Any) -> Sequence[int]:
     stride, padding, dilation, transposed, _, groups = rest
-    sides = []
-    for side, size, step, pad, spread in zip(
-        values.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
-    ):
-        reach = spread * (size - 1) + 1
-        sides.append((side - 1) * step - 2 * pad + reach if transposed else (side + 2 * pad - reach) // step + 1)
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
     result = values.shape[0] * channels * values.element_size()
-    for side in sides:
-        result *= side
-    return (
-        _channels_last_copy_bytes(values)
-        + _channels_last_copy_bytes(weight)
-        + (0 if _is_channels_last(values) else result),
-    )
+    sides = zip(values.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    for side, size, step, pad, spread in sides:
+        reach = spread * (size - 1) + 1
+        result *= (side - 1) * step - 2 * pad + reach if transposed else (side + 2 * pad - reach) // step + 1
+    copies = _channels_last_copy_bytes(values) + _channels_last_copy_bytes(weight)
+    return (copies + (0 if _is_channels_last(values) else result),)
 
 
 def _channels_last_copy_bytes(tensor: torch.Tensor) -> int:

@@ -47,13 +47,10 @@ def reduction_workspaces(
 
     `strides` count elements. `accumulator_bytes`: size of the type that is accumulated in, fp32 for 16-bit formats.
     """
-    reduced_set = {dimension % len(shape) for dimension in reduced_dims} if shape else set()
-    sizes = [
-        (size, stride * element_bytes, index in reduced_set)
-        for index, (size, stride) in enumerate(zip(shape, strides, strict=True))
-    ]
-    dimensions = _coalesce_dimensions([one for one in sizes if one[0] != 1])
-    dimensions = _split_to_32bit_range(dimensions)
+    reduced = {dimension % len(shape) for dimension in reduced_dims} if shape else set()
+    rows = enumerate(zip(shape, strides, strict=True))
+    sizes = [(size, stride * element_bytes, index in reduced) for index, (size, stride) in rows if size != 1]
+    dimensions = _split_to_32bit_range(_coalesce_dimensions(sizes))
     inputs = outputs = 1
     for size, _, is_reduced in dimensions:
         inputs, outputs = (inputs * size, outputs) if is_reduced else (inputs, outputs * size)
@@ -118,9 +115,8 @@ def _buffer_sizes(
     target = chip.multiprocessors * (chip.threads_per_multiprocessor // (width * height))
     if not across_warps or values < MAX_VALUES_PER_THREAD or grid > target:
         return ()
-    blocks_per_output = max(
-        min(-(-target // grid), -(-values // MIN_VALUES_PER_THREAD)), -(-values // MAX_VALUES_PER_THREAD)
-    )
+    most, least = -(-values // MIN_VALUES_PER_THREAD), -(-values // MAX_VALUES_PER_THREAD)
+    blocks_per_output = max(min(-(-target // grid), most), least)
     if blocks_per_output <= 1:
         return ()
     buffer = accumulator_bytes * outputs * blocks_per_output * (1 if reduces_fastest_dim else width * vector)

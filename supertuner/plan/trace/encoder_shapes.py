@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +19,9 @@ from supertuner.core.errors import ModelError
 from supertuner.models.spec import Family, ImageTextEncoder, ModelDescription, Tensors
 from supertuner.plan.trace.recorder import FakeScalarMode
 from supertuner.step.precision import ComputePrecision, latent_storage_dtype
+
+MediaShape: TypeAlias = tuple[int, ...]
+"""CHW or CFHW."""
 
 CPU = torch.device("cpu")
 """The device of fake tensors: torch without CUDA runs no operators on fake CUDA tensors. `TracedDevice` adds what
@@ -55,20 +59,16 @@ class BatchShape:
     """As they are stored."""
 
 
-def without_weights(model: ModelDescription, text_tokens: int | None = None) -> ModelDescription:
-    """The model, built without weight files. `text_tokens`: the assumed length of a caption; None: as the model
-    says."""
-    source = replace(model.source, without_weights=True)
-    return replace(model, source=source if text_tokens is None else replace(source, assumed_caption_tokens=text_tokens))
+def without_weights(model: ModelDescription) -> ModelDescription:
+    """The model, built without weight files."""
+    return replace(model, source=replace(model.source, without_weights=True))
 
 
 class EncoderShapeProbe:
     """Probes a model's encoders on first use, and computes shapes for any size from the result."""
 
-    def __init__(
-        self, config: RunConfig, family: Family, model: ModelDescription, text_tokens: int | None = None
-    ) -> None:
-        self._config, self._family, self._model = config, family, without_weights(model, text_tokens)
+    def __init__(self, config: RunConfig, family: Family, model: ModelDescription) -> None:
+        self._config, self._family, self._model = config, family, without_weights(model)
         self._precision = ComputePrecision(config.train.mixed_precision, CPU)
         self._probed_media: dict[tuple[int, ...], dict[str, BatchTensorSpec]] = {}
         self._probed_text: dict[tuple[int, ...], dict[str, BatchTensorSpec]] = {}
@@ -82,14 +82,10 @@ class EncoderShapeProbe:
         if len(media_shape) == 3:
             probed = self._probe_media((3, PROBE_SIDE, PROBE_SIDE))
             return {name: _scale_sides(one, one.shape[:-2], sides) for name, one in probed.items()}
-        fewer_frames, more_frames = (
-            self._probe_media((3, PROBE_FRAMES_FEW, PROBE_SIDE, PROBE_SIDE)),
-            self._probe_media((3, PROBE_FRAMES_MORE, PROBE_SIDE, PROBE_SIDE)),
-        )
-        return {
-            name: _scale_sides(one, _leading_dimensions(one, more_frames[name], media_shape[1]), sides)
-            for name, one in fewer_frames.items()
-        }
+        fewer_frames = self._probe_media((3, PROBE_FRAMES_FEW, PROBE_SIDE, PROBE_SIDE))
+        more_frames = self._probe_media((3, PROBE_FRAMES_MORE, PROBE_SIDE, PROBE_SIDE))
+        leading = {n: _leading_dimensions(one, more_frames[n], media_shape[1]) for n, one in fewer_frames.items()}
+        return {name: _scale_sides(one, leading[name], sides) for name, one in fewer_frames.items()}
 
     def text_specs(self, samples: int, reference_shape: tuple[int, ...] | None = None) -> dict[str, BatchTensorSpec]:
         """The text tensors of a batch whose captions have the greatest length.
@@ -101,10 +97,9 @@ class EncoderShapeProbe:
         if key not in self._probed_text:
             with FakeTensorMode(allow_non_fake_inputs=True), FakeScalarMode(bool_value=samples > 1):
                 encoder = self._family.build_text_encoder(self._model, CPU, self._precision.dtype)
-                encoded_caption = self.encode_fake_caption(encoder, reference_shape)
-                self._probed_text[key] = _specs_without_batch(
-                    self._family.pad_text(self._model, [encoded_caption] * samples), self._precision.dtype
-                )
+                caption = self.encode_fake_caption(encoder, reference_shape)
+                padded = self._family.pad_text(self._model, [caption] * samples)
+                self._probed_text[key] = _specs_without_batch(padded, self._precision.dtype)
         return self._probed_text[key]
 
     def encode_fake_caption(self, encoder: object, reference_shape: tuple[int, ...] | None) -> Tensors:
@@ -116,20 +111,18 @@ class EncoderShapeProbe:
         encoded: list[Tensors] = encoder.encode(["a"])  # type: ignore[attr-defined]
         return encoded[0]
 
-    def batch_shape(
-        self, samples: int, media_shape: tuple[int, ...], reference_shape: tuple[int, ...] | None = None
-    ) -> BatchShape:
+    def batch_shape(self, samples: int, media_shape: MediaShape, reference: MediaShape | None = None) -> BatchShape:
         """The micro-batch of samples of this shape."""
         specs = self.encoded_specs(media_shape)
         latents = specs.pop("latents")
-        if self._model.edits_images and reference_shape is not None:
-            specs["condition"] = self.encoded_specs(reference_shape)["latents"]
+        if self._model.edits_images and reference is not None:
+            specs["condition"] = self.encoded_specs(reference)["latents"]
         if self._model.micro_conditioning:
             specs["framing"] = BatchTensorSpec((6,))
         return BatchShape(
             samples=samples,
             latents=latents.shape,
-            text=self.text_specs(samples, reference_shape if self._model.edits_images else None),
+            text=self.text_specs(samples, reference if self._model.edits_images else None),
             conditions=specs,
             loss_inputs=self._loss_weight_specs(latents.shape),
             latents_dtype=latents.dtype,
@@ -152,28 +145,22 @@ class EncoderShapeProbe:
             with FakeTensorMode(allow_non_fake_inputs=True), FakeScalarMode():
                 encoder = self._family.build_media_encoder(self._model, CPU)
                 encoded = encoder.encode(torch.empty(1, *media_shape, dtype=torch.uint8))
-                self._probed_media[media_shape] = _specs_without_batch(
-                    encoded, latent_storage_dtype(self._precision.dtype)
-                )
+                dtype = latent_storage_dtype(self._precision.dtype)
+                self._probed_media[media_shape] = _specs_without_batch(encoded, dtype)
         return self._probed_media[media_shape]
 
 
 def _specs_without_batch(encoded: Tensors, dtype: torch.dtype) -> dict[str, BatchTensorSpec]:
     """Specs without the batch dimension; floating-point tensors in the type that they are stored in."""
-    return {
-        name: BatchTensorSpec(tuple(one.shape[1:]), dtype if one.is_floating_point() else one.dtype)
-        for name, one in encoded.items()
-    }
+    dtypes = {name: dtype if one.is_floating_point() else one.dtype for name, one in encoded.items()}
+    return {name: BatchTensorSpec(tuple(one.shape[1:]), dtypes[name]) for name, one in encoded.items()}
 
 
 def _leading_dimensions(fewer_frames: BatchTensorSpec, more_frames: BatchTensorSpec, frames: int) -> tuple[int, ...]:
     """All dimensions except the sides for a video with this many frames, by linear extrapolation."""
-    return tuple(
-        _as_integer(
-            at_few + Fraction(at_more - at_few, PROBE_FRAMES_MORE - PROBE_FRAMES_FEW) * (frames - PROBE_FRAMES_FEW)
-        )
-        for at_few, at_more in zip(fewer_frames.shape[:-2], more_frames.shape[:-2], strict=True)
-    )
+    extra = Fraction(frames - PROBE_FRAMES_FEW, PROBE_FRAMES_MORE - PROBE_FRAMES_FEW)
+    pairs = zip(fewer_frames.shape[:-2], more_frames.shape[:-2], strict=True)
+    return tuple(_as_integer(at_few + (at_more - at_few) * extra) for at_few, at_more in pairs)
 
 
 def _scale_sides(spec: BatchTensorSpec, leading: Sequence[int], factors: tuple[Fraction, Fraction]) -> BatchTensorSpec:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from supertuner.plan.placement.step_table import OperatorWork
 
-BEFORE_BLOCKS = "(before)"
-AFTER_BLOCKS = "(after)"
+OUTSIDE_BLOCKS = "(before)", "(after)"
+"""Names of the first and the last block of a trace: operators before and after all modules."""
 
 
 class TensorKind(IntEnum):
@@ -39,15 +39,7 @@ class TensorKind(IntEnum):
         return _LABELS[self]
 
 
-_LABELS = {
-    TensorKind.FROZEN: "frozen weights",
-    TensorKind.TRAINED: "trained weights",
-    TensorKind.GRADIENT: "gradients",
-    TensorKind.STATE: "optimizer state",
-    TensorKind.ACTIVATION: "activations",
-    TensorKind.TEMPORARY: "temporaries",
-    TensorKind.BATCH: "batch",
-}
+_LABELS = ("frozen weights", "trained weights", "gradients", "optimizer state", "activations", "temporaries", "batch")
 
 
 class StepPass(IntEnum):
@@ -123,10 +115,6 @@ class ExecutionTrace:
         alive = (self.birth <= tick) & (tick < self.death)
         allocated = self.allocated_bytes()
         return {kind: int(allocated[alive & (self.kind == kind)].sum()) for kind in TensorKind}
-
-    def span_at(self, tick: int) -> TraceSpan | None:
-        """The span that contains a tick."""
-        return next((span for span in self.spans if span.begin <= tick < span.end), None)
 
     def total_work(self, step_pass: StepPass | None = None) -> OperatorWork:
         """The work of all operators, or of one pass."""

@@ -2,13 +2,14 @@
 
 The traced code is the family's own encoders and denoiser. The sampling loop itself is not traced, because its
 schedulers depend on values. Its parts are traced in the order of the loop, with everything in memory that a validation
-finds there: text encoder, one prediction of each expert, VAE decoder. `SampleTrace` knows which part is repeated.
+finds there: text encoder, one prediction of each expert, VAE decoder. `sample_work` knows which part is repeated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,30 +22,25 @@ from supertuner.models import loading
 from supertuner.models.blocks import named_blocks
 from supertuner.models.spec import Family, MediaEncoder, ModelDescription, TextEncoder
 from supertuner.plan.placement.step_table import OperatorWork
-from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, EncoderShapeProbe, without_weights
+from supertuner.plan.trace import training_step
+from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, EncoderShapeProbe, MediaShape, without_weights
 from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
-from supertuner.plan.trace.recorder import PlainCpuDevice, TracedDevice, TraceRecorder
-from supertuner.plan.trace.training_step import (
-    build_fake_expert_state,
-    fake_batch,
-    register_optimizer_state,
-    traceable_config,
-    with_checkpointing,
-)
+from supertuner.plan.trace.recorder import PLAIN_CPU, TracedDevice, TraceRecorder
 from supertuner.step.expert_setup import build_step_options, selected_experts
 from supertuner.step.precision import ComputePrecision
 from supertuner.step.window import ExpertState
 
 ENCODE_MEDIA, ENCODE_TEXT, SAMPLING = "encode media", "encode text", "sample"
 PREDICTION, ENCODE_AND_DECODE = "prediction", "rest"
-"""Names in `ExecutionTrace.work_by_part` of a sample."""
+"""Names in `ExecutionTrace.work_by_part` of a sample: one denoising step with guidance, of the expert with the most
+work; encoding the prompt and decoding the latents, once per sample."""
 
 
 def trace_media_encoding(
-    family: Family, model: ModelDescription, media_shape: tuple[int, ...], *, device: TracedDevice | None = None
+    family: Family, model: ModelDescription, media_shape: MediaShape, *, device: TracedDevice = PLAIN_CPU
 ) -> ExecutionTrace:
     """Encoding one sample of this shape (CHW or CFHW); the caches encode samples one by one."""
-    recorder = TraceRecorder(device or PlainCpuDevice(), threads=1)
+    recorder = TraceRecorder(device, threads=1)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         encoder: MediaEncoder = family.build_media_encoder(without_weights(model), CPU)
         _track_encoder(recorder, encoder)
@@ -60,17 +56,14 @@ def trace_text_encoding(
     family: Family,
     model: ModelDescription,
     *,
-    reference_shape: tuple[int, ...] | None = None,
-    text_tokens: int | None = None,
-    device: TracedDevice | None = None,
+    reference_shape: MediaShape | None = None,
+    device: TracedDevice = PLAIN_CPU,
 ) -> ExecutionTrace:
     """Encoding one caption of the greatest length. Arguments as in `CachedTraces.text`."""
-    recorder = TraceRecorder(device or PlainCpuDevice(), threads=1)
-    shape_probe = EncoderShapeProbe(config, family, model, text_tokens)
+    recorder = TraceRecorder(device, threads=1)
+    shape_probe = EncoderShapeProbe(config, family, model)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        encoder: TextEncoder = family.build_text_encoder(
-            without_weights(model, text_tokens), CPU, _compute_dtype(config)
-        )
+        encoder: TextEncoder = family.build_text_encoder(without_weights(model), CPU, _compute_dtype(config))
         _track_encoder(recorder, encoder)
         with recorder.device.emulate_dispatch(), recorder:
             encoded = shape_probe.encode_fake_caption(encoder, reference_shape)
@@ -79,50 +72,28 @@ def trace_text_encoding(
     return recorder.build_trace(ENCODE_TEXT, notes=notes)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class SampleTrace:
-    """The trace of a validation sample, and the work of generating it."""
-
-    trace: ExecutionTrace
-
-    @property
-    def prediction_work(self) -> OperatorWork:
-        """One denoising step with guidance, of the expert with the most work."""
-        return dict(self.trace.work_by_part)[PREDICTION]
-
-    @property
-    def encode_and_decode_work(self) -> OperatorWork:
-        """Encoding the prompt and decoding the latents, once per sample."""
-        return dict(self.trace.work_by_part)[ENCODE_AND_DECODE]
-
-    def total_work(self, steps: int) -> OperatorWork:
-        """The work of a sample with this many denoising steps."""
-        prediction = self.prediction_work
-        scaled = OperatorWork(
-            prediction.matmul_flops * steps,
-            prediction.other_flops * steps,
-            prediction.gpu_bytes * steps,
-            prediction.operators * steps,
-        )
-        return self.encode_and_decode_work + scaled
+def sample_work(trace: ExecutionTrace, steps: int) -> OperatorWork:
+    """The work of a sample with this many denoising steps, from the trace of a sample."""
+    parts = dict(trace.work_by_part)
+    return parts[ENCODE_AND_DECODE] + parts[PREDICTION] * steps
 
 
 def trace_sampling(
-    config: RunConfig, family: Family, model: ModelDescription, shape: BatchShape, *, device: TracedDevice | None = None
-) -> SampleTrace:
+    config: RunConfig, family: Family, model: ModelDescription, shape: BatchShape, *, device: TracedDevice = PLAIN_CPU
+) -> ExecutionTrace:
     """Generating a sample of the batch's shape during training: trained weights, optimizer state and all parts of the
     pipeline are in memory at once."""
-    config, model = traceable_config(with_checkpointing(config, False)), without_weights(model)
+    config = training_step.traceable_config(training_step.with_checkpointing(config, False))
+    model = without_weights(model)
     precision = ComputePrecision(config.train.mixed_precision, CPU)
     guided = config.validation.guidance_scale > 1
     guides_in_one_batch = family.batched_guidance and guided
     batch_shape = replace(shape, samples=2 if guides_in_one_batch else 1, loss_inputs={})
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = TraceRecorder(device or PlainCpuDevice())
+    recorder = TraceRecorder(device)
+    experts = selected_experts(config, model)
     with torch.no_grad():
-        expert_states = [
-            build_fake_expert_state(config, family, model, expert, mode) for expert in selected_experts(config, model)
-        ]
+        expert_states = [training_step.build_fake_expert_state(config, family, model, one, mode) for one in experts]
         with mode:
             denoisers = _build_denoisers(config, family, model, expert_states)
             for expert_state in expert_states:
@@ -131,64 +102,34 @@ def trace_sampling(
                 module.eval()
                 recorder.track_module(module, named_blocks(module), f"{name}.")
             for expert_state in expert_states:
-                register_optimizer_state(recorder, expert_state, f"{expert_state.expert.component}.")
+                training_step.register_optimizer_state(recorder, expert_state, f"{expert_state.expert.component}.")
             vae = loading.load_module(model, "vae", torch.float32)
             encoder: TextEncoder = family.build_text_encoder(model, CPU, precision.dtype)
             _track_encoder(recorder, encoder)
             recorder.track_module(vae, {})
             options = build_step_options(config, family, model, precision, NullSink())
-            batch = fake_batch(batch_shape)
+            batch = training_step.fake_batch(batch_shape)
             for tensor in batch.tensors():
                 recorder.register_tensor(tensor, TensorKind.BATCH)
             with recorder.device.emulate_dispatch(), recorder:
-                work_meter = _WorkMeter(recorder)
+                probe = EncoderShapeProbe(config, family, model)
                 reference_shape = (3, *(side * 8 for side in shape.latents[-2:])) if model.edits_images else None
-                prompts = [
-                    EncoderShapeProbe(config, family, model).encode_fake_caption(encoder, reference_shape)
-                    for _ in range(1 + guided)
-                ]
-                text_work = work_meter.work_since_last_call()
-                predictions = []
+                prompts = [probe.encode_fake_caption(encoder, reference_shape) for _ in range(1 + guided)]
+                work = [recorder.work_so_far()]  # after the prompts, after the prediction of each expert
                 for module in denoisers.values():
                     outputs = []
                     for _ in range(1 + guided - guides_in_one_batch):
                         with options.precision.autocast():
-                            outputs.append(
-                                options.denoise(
-                                    module, batch.latents, batch.sigmas, dict(batch.text), dict(batch.conditions)
-                                )
-                            )
-                    predictions.append(work_meter.work_since_last_call())
+                            inputs = (batch.latents, batch.sigmas, dict(batch.text), dict(batch.conditions))
+                            outputs.append(options.denoise(module, *inputs))
+                    work.append(recorder.work_so_far())
                     del outputs
                 decoded = _decode_latents(vae, batch.latents[:1].float())
-                encode_and_decode = text_work + work_meter.work_since_last_call()
+                encode_and_decode = work[0] + (recorder.work_so_far() - work[-1])
                 del prompts, decoded
-    notes = ("the sampler's own arithmetic between predictions is left out",)
-    largest_prediction = max(predictions, key=lambda one: one.matmul_flops)
-    return SampleTrace(
-        replace(
-            recorder.build_trace(SAMPLING, notes=notes),
-            work_by_part=((PREDICTION, largest_prediction), (ENCODE_AND_DECODE, encode_and_decode)),
-        )
-    )
-
-
-class _WorkMeter:
-    """Splits the work that a recorder counts into parts."""
-
-    def __init__(self, recorder: TraceRecorder) -> None:
-        self._recorder, self._before = recorder, OperatorWork()
-
-    def work_since_last_call(self) -> OperatorWork:
-        """The work since the previous call."""
-        total = self._recorder.work_so_far()
-        before, self._before = self._before, total
-        return OperatorWork(
-            total.matmul_flops - before.matmul_flops,
-            total.other_flops - before.other_flops,
-            total.gpu_bytes - before.gpu_bytes,
-            total.operators - before.operators,
-        )
+    prediction = max((after - before for before, after in pairwise(work)), key=lambda one: one.matmul_flops)
+    trace = recorder.build_trace(SAMPLING, notes=("the sampler's own arithmetic between predictions is left out",))
+    return replace(trace, work_by_part=((PREDICTION, prediction), (ENCODE_AND_DECODE, encode_and_decode)))
 
 
 def _build_denoisers(
@@ -230,11 +171,8 @@ def _track_encoder(recorder: TraceRecorder, encoder: object) -> None:
 def _find_modules(value: object) -> Iterator[nn.Module]:
     if isinstance(value, nn.Module):
         yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _find_modules(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
             yield from _find_modules(one)
 
 

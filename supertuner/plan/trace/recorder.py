@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import sys
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -22,14 +25,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from supertuner.plan.placement.step_table import OperatorWork
-from supertuner.plan.trace.execution_trace import (
-    AFTER_BLOCKS,
-    BEFORE_BLOCKS,
-    ExecutionTrace,
-    StepPass,
-    TensorKind,
-    TraceSpan,
-)
+from supertuner.plan.trace.execution_trace import OUTSIDE_BLOCKS, ExecutionTrace, StepPass, TensorKind, TraceSpan
 
 aten = torch.ops.aten
 Operator: TypeAlias = Any
@@ -45,42 +41,34 @@ FLOP_FORMULAS: Final[Mapping[Operator, Callable[..., int]]] = {
 }
 
 
-class TracedDevice(Protocol):
-    """How a kind of device dispatches operators, and which memory it uses besides their results."""
+@dataclass(frozen=True, slots=True)
+class TracedDevice:
+    """How a kind of device dispatches operators, and which memory it uses besides their results.
 
-    @property
-    def name(self) -> str:
-        """`cuda`, `cpu`."""
+    This one has no workspaces and dispatches as torch's CPU code; subclasses describe real devices.
+    """
 
-    @property
-    def alignment_bytes(self) -> int:
-        """Every tensor occupies a multiple of this many bytes."""
+    name: str = "cpu"
+    """`cuda`, `cpu`."""
+    alignment_bytes: int = 1
+    """Every tensor occupies a multiple of this many bytes."""
 
     def emulate_dispatch(self) -> AbstractContextManager[None]:
         """Inside, operators on fake CPU tensors dispatch as on this device."""
-
-    def library_workspaces(self) -> Sequence[int]:
-        """Sizes of workspaces that libraries allocate at their first use and keep, one per thread."""
-
-    def operator_workspaces(self, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
-        """Sizes of buffers that an operator allocates and frees while it runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlainCpuDevice:
-    """A device without workspaces, which dispatches as torch's CPU code."""
-
-    name: str = "cpu"
-    alignment_bytes: int = 1
-
-    def emulate_dispatch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def library_workspaces(self) -> Sequence[int]:
+        """Sizes of workspaces that libraries allocate at their first use and keep, one per thread."""
         return ()
 
     def operator_workspaces(self, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+        """Sizes of buffers that an operator allocates and frees while it runs."""
         return ()
+
+
+PLAIN_CPU: Final = TracedDevice()
+BEFORE, AFTER = 0, 1
+"""Numbers of the blocks that stand for operators outside all modules, while a trace is recorded."""
 
 
 class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -93,7 +81,6 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device = device
         self._threads = threads
         self.clock = 0
-        self.blocks = [BEFORE_BLOCKS, AFTER_BLOCKS]
         self.nbytes: list[int] = []
         self.birth: list[int] = []
         self.death: list[int] = []
@@ -103,7 +90,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tensor_numbers: dict[int, int] = {}
         """Address of a live storage → index of its tensor."""
         self._storage_refs: dict[int, weakref.ref[Any]] = {}
-        self._block_numbers: dict[str, int] = {BEFORE_BLOCKS: 0, AFTER_BLOCKS: 1}
+        self._block_numbers = {name: number for number, name in enumerate(OUTSIDE_BLOCKS)}
         self._parameter_blocks: dict[int, int] = {}
         """id of a parameter → its block."""
         self._active_blocks: list[int] = []
@@ -128,9 +115,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Hooks the blocks of a module, and registers its current parameters and buffers. `prefix` distinguishes the
         names of several modules."""
         for name, block in blocks.items():
-            self._block_numbers[f"{prefix}{name}"] = len(self.blocks)
-            self.blocks.append(f"{prefix}{name}")
-            block.register_forward_pre_hook(self._block_entry_hook(len(self.blocks) - 1), with_kwargs=True)
+            number = self._block_numbers[f"{prefix}{name}"] = len(self._block_numbers)
+            block.register_forward_pre_hook(partial(self._on_block_entry, number), with_kwargs=True)
             block.register_forward_hook(self._on_block_exit, always_call=True)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             block_number = self.block_of_parameter(f"{prefix}{name}")
@@ -138,30 +124,24 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = TensorKind.TRAINED if tensor.requires_grad else TensorKind.FROZEN
             self.register_tensor(tensor, kind, block_number)
         if not self._library_workspaces:
-            self._library_workspaces = [
-                self._record_birth(nbytes, 0, tick=0) for nbytes in self.device.library_workspaces()[: self._threads]
-            ]
+            workspaces = self.device.library_workspaces()[: self._threads]
+            self._library_workspaces = [self._record_birth(nbytes, BEFORE, tick=0) for nbytes in workspaces]
 
     def block_of_parameter(self, name: str) -> int:
         """The block that contains the parameter with this name: the longest prefix that is a block's name."""
-        parts = name.split(".")
-        for end in range(len(parts), 0, -1):
-            if (block_number := self._block_numbers.get(".".join(parts[:end]))) is not None:
-                return block_number
-        return self._block_numbers[BEFORE_BLOCKS]
+        while name and name not in self._block_numbers:
+            name = name.rpartition(".")[0]
+        return self._block_numbers.get(name, BEFORE)
 
     def register_tensor(self, tensor: torch.Tensor, kind: TensorKind, block_number: int = 0) -> None:
         """Sets the class of a tensor: one that exists before the step, or one that was recorded and is classified
         now."""
         for inner in inner_tensors(tensor):
-            number = self._tensor_numbers.get(inner.untyped_storage()._cdata)
+            number = self.tensor_number(inner)
             if number is None:
                 number = self._track_storage(inner, block_number, tick=0)
             self.kind[number] = kind
             self.block[number] = block_number
-
-    def set_birth(self, number: int, tick: int) -> None:
-        self.birth[number] = tick
 
     def tensor_number(self, tensor: torch.Tensor) -> int | None:
         """The index of a recorded tensor; None: it was not recorded."""
@@ -178,17 +158,14 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield batch
         self._current_pass, self._in_backward = StepPass.UPDATE, False
 
-    def _block_entry_hook(self, block_number: int) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._active_blocks.append(block_number)
-            self._any_block_entered = True
-            if not self._in_backward:
-                self._sequence_ranges.append((torch.autograd._get_sequence_nr(), 1 << 63, block_number))  # type: ignore[attr-defined]
-                for leaf in tree_iter((args, kwargs)):
-                    if isinstance(leaf, torch.Tensor) and (number := self.tensor_number(leaf)) is not None:
-                        self.block_inputs.append((number, block_number))
-
-        return enter
+    def _on_block_entry(self, block_number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._active_blocks.append(block_number)
+        self._any_block_entered = True
+        if not self._in_backward:
+            self._sequence_ranges.append((torch.autograd._get_sequence_nr(), 1 << 63, block_number))  # type: ignore[attr-defined]
+            for tensor in _tensors_in((args, kwargs)):
+                if (number := self.tensor_number(tensor)) is not None:
+                    self.block_inputs.append((number, block_number))
 
     def _on_block_exit(self, module: nn.Module, args: Any, result: Any) -> None:
         block_number = self._active_blocks.pop()
@@ -208,13 +185,9 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._in_backward = True
             self.backward_starts.append(self.clock)
         if not self._in_backward:
-            block_number = (
-                self._active_blocks[-1]
-                if self._active_blocks
-                else self._block_numbers[AFTER_BLOCKS if self._any_block_entered else BEFORE_BLOCKS]
-            )
-            return block_number, self._current_pass
-        node_block = self._block_of_node(node) if node is not None else self._block_numbers[AFTER_BLOCKS]
+            outside = AFTER if self._any_block_entered else BEFORE
+            return self._active_blocks[-1] if self._active_blocks else outside, self._current_pass
+        node_block = AFTER if node is None else self._block_of_node(node)
         if node is not None and torch.is_grad_enabled():
             return self._active_blocks[-1] if self._active_blocks else node_block, StepPass.RECOMPUTE
         return node_block, StepPass.BACKWARD
@@ -223,16 +196,13 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The block whose forward pass created this autograd node, by its sequence number."""
         variable = getattr(node, "variable", None)
         if variable is not None:
-            return self._parameter_blocks.get(id(variable), self._block_numbers[BEFORE_BLOCKS])
+            return self._parameter_blocks.get(id(variable), BEFORE)
         number = node._sequence_nr()
-        low, high = 0, len(self._sequence_ranges)
-        while low < high:  # binary search for the last block that began before the node
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self._sequence_ranges[middle][0] <= number else (low, middle)
-        if low == 0:
-            return self._block_numbers[BEFORE_BLOCKS]
-        _, end, block_number = self._sequence_ranges[low - 1]
-        return block_number if number < end else self._block_numbers[AFTER_BLOCKS]
+        begun = bisect_right(self._sequence_ranges, number, key=itemgetter(0))
+        if begun == 0:
+            return BEFORE
+        _, end, block_number = self._sequence_ranges[begun - 1]
+        return block_number if number < end else AFTER
 
     # ── operators ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -245,21 +215,18 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":  # queries such as a tensor's device
             return func(*args, **kwargs)
         block_number, step_pass = self._current_block_and_pass()
-        if self._open_span is None or (self._open_span.block_number, self._open_span.step_pass) != (
-            block_number,
-            step_pass,
-        ):
+        span = self._open_span
+        if span is None or (span.block_number, span.step_pass) != (block_number, step_pass):
             self._close_span()
             self._open_span = _OpenSpan(block_number, step_pass, self.clock)
-        inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = _tensors_in((args, kwargs))
         if func is aten.add.Tensor and step_pass is StepPass.BACKWARD and self._is_engine_accumulation(inputs, kwargs):
-            self._record_work(func, args, kwargs, inputs, [inputs[0]])
+            self._record_work(None, inputs, [inputs[0]])
             return inputs[0]
-        workspaces = [
-            self._record_birth(nbytes, block_number) for nbytes in self.device.operator_workspaces(func, args, kwargs)
-        ]
+        buffers = self.device.operator_workspaces(func, args, kwargs)
+        workspaces = [self._record_birth(nbytes, block_number) for nbytes in buffers]
         result = func(*args, **kwargs)
-        outputs = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
+        outputs = _tensors_in(result)
         allocates = False
         for tensor in outputs:
             if self.tensor_number(tensor) is None:
@@ -268,7 +235,9 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number in workspaces:
             self._record_death(number)
         if allocates or func._schema.is_mutable:
-            self._record_work(func, args, kwargs, inputs, outputs, result)
+            formula = FLOP_FORMULAS.get(func._overloadpacket)
+            flops = None if formula is None else formula(*args, **kwargs, out_val=result)
+            self._record_work(flops, inputs, outputs)
         return result
 
     def _is_engine_accumulation(self, inputs: Sequence[torch.Tensor], kwargs: Mapping[str, Any]) -> bool:
@@ -287,10 +256,10 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         if self._engine_use_counts is None:
             self._engine_use_counts = use_counts
-        is_plain_add = (
-            len(inputs) == 2 and not kwargs and first.shape == inputs[1].shape and first.dtype == inputs[1].dtype
-        )
-        return use_counts == self._engine_use_counts and is_plain_add and is_non_overlapping_and_dense_or_false(first)
+        if use_counts != self._engine_use_counts or len(inputs) != 2 or kwargs:
+            return False
+        same_kind = first.shape == inputs[1].shape and first.dtype == inputs[1].dtype
+        return same_kind and is_non_overlapping_and_dense_or_false(first)
 
     def learn_engine_use_counts(self) -> None:
         """Records the reference counts of a gradient that only the engine holds, in a small graph; leaves no trace."""
@@ -310,25 +279,16 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tensor_numbers.clear()
         self._storage_refs.clear()
 
-    def _record_work(
-        self,
-        func: Operator,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        result: Any = None,
-    ) -> None:
+    def _record_work(self, flops: int | None, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """`flops`: those of matrix products; None: the operator is none."""
         assert self._open_span is not None
-        formula = FLOP_FORMULAS.get(func._overloadpacket)
-        flops = 0 if formula is None else formula(*args, **kwargs, out_val=result)
-        elements = 0 if formula is not None else max((one.numel() for one in (*outputs, *inputs)), default=0)
+        elements = max((one.numel() for one in (*outputs, *inputs)), default=0) if flops is None else 0
         nbytes = 0
         for tensor in (*inputs, *outputs):
             nbytes += tensor.numel() * tensor.element_size()
             if (number := self.tensor_number(tensor)) is not None:
                 self._open_span.touched_tensors[number] = None
-        self._open_span.add(flops, elements, nbytes)
+        self._open_span.add(flops or 0, elements, nbytes)
 
     # ── allocations and releases ─────────────────────────────────────────────────────────────────────────────────
 
@@ -384,7 +344,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         birth_pass = np.array(self.birth_pass, dtype=np.uint8)
         kind[_is_activation(kind, birth, death, birth_pass, self.backward_starts, self._spans)] = TensorKind.ACTIVATION
         birth[kind == TensorKind.STATE] = 0
-        order = self._block_order()
+        order, names = self._block_order(), list(self._block_numbers)
         renumbered = np.argsort(order)
         block_inputs = np.array(sorted(set(self.block_inputs)), dtype=np.int64).reshape(-1, 2)
         block_inputs[:, 1] = renumbered[block_inputs[:, 1]]
@@ -392,16 +352,13 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             phase=phase,
             device=self.device.name,
             alignment_bytes=self.device.alignment_bytes,
-            blocks=tuple(self.blocks[place] for place in order),
+            blocks=tuple(names[place] for place in order),
             nbytes=np.array(self.nbytes, dtype=np.int64),
             birth=birth,
             death=death,
             kind=kind,
             block=renumbered[np.array(self.block, dtype=np.int64)].astype(np.int16),
-            spans=tuple(
-                TraceSpan(int(renumbered[s.block]), s.step_pass, s.begin, s.end, s.work, s.touched_tensors)
-                for s in self._spans
-            ),
+            spans=tuple(replace(span, block=int(renumbered[span.block])) for span in self._spans),
             end=end,
             block_inputs=block_inputs.astype(np.int32),
             micro_batches=micro_batches,
@@ -411,7 +368,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _block_order(self) -> list[int]:
         """The blocks in the order in which the forward pass first entered them."""
         first = {one.block: number for number, one in reversed(list(enumerate(self._spans)))}
-        return [0, *sorted(range(2, len(self.blocks)), key=lambda place: first.get(place, len(first) + place)), 1]
+        inner = range(len(OUTSIDE_BLOCKS), len(self._block_numbers))
+        return [BEFORE, *sorted(inner, key=lambda place: first.get(place, len(first) + place)), AFTER]
 
 
 class FakeScalarMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -450,6 +408,10 @@ class _OpenSpan:
         return TraceSpan(self.block_number, self.step_pass, self.begin, end, work, tuple(self.touched_tensors))
 
 
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)]
+
+
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor itself, or the tensors inside a wrapper subclass (8-bit weights)."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
@@ -462,7 +424,9 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _placeholder_value(tensor: torch.Tensor, bool_value: bool = True) -> Any:
     """An ordinary value in place of a fake tensor's unknown one."""
-    return bool_value if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+    if tensor.dtype is torch.bool:
+        return bool_value
+    return 1.0 if tensor.is_floating_point() else 1
 
 
 def _is_activation(

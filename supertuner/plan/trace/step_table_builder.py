@@ -3,69 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from functools import partial
+from itertools import accumulate, groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from supertuner.plan.placement.step_table import BlockCosts, OperatorWork, StepTable
-from supertuner.plan.trace.execution_trace import (
-    AFTER_BLOCKS,
-    BEFORE_BLOCKS,
-    ExecutionTrace,
-    StepPass,
-    TensorKind,
-    TraceSpan,
-)
+from supertuner.plan.trace.execution_trace import ExecutionTrace, StepPass, TensorKind, TraceSpan
 
 
 def build_step_table(trace: ExecutionTrace, *, micro_batches: int = 1, idle_bytes: int = 0) -> StepTable:
     """The table of a step that was traced without recomputation, for windows of `micro_batches` micro-batches."""
     assert not any(one.step_pass is StepPass.RECOMPUTE for one in trace.spans), "the traced step must not recompute"
-    owner = _owning_blocks(trace)
-    allocated = trace.allocated_bytes()
+    owner, allocated, last = _owning_blocks(trace), trace.allocated_bytes(), len(trace.blocks) - 1
 
-    def bytes_by_block(kind: TensorKind) -> NDArray[np.int64]:
-        return _sum_by_block(trace, allocated, owner, trace.kind == kind)
+    def bytes_by_block(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+        totals = np.zeros(len(trace.blocks), dtype=np.int64)
+        np.add.at(totals, owner[mask], allocated[mask])
+        return totals
 
-    saved = bytes_by_block(TensorKind.ACTIVATION)
-    inputs = _sum_by_block(trace, allocated, owner, owner != trace.block)
-    columns = {
-        kind: bytes_by_block(kind)
-        for kind in (TensorKind.FROZEN, TensorKind.TRAINED, TensorKind.GRADIENT, TensorKind.STATE)
-    }
+    columns = {kind: bytes_by_block(trace.kind == kind).tolist() for kind in TensorKind}
+    saved, inputs = columns[TensorKind.ACTIVATION], bytes_by_block(owner != trace.block).tolist()
     temporaries = trace.live_bytes_of_kind(TensorKind.TEMPORARY)
-    transient, saved_so_far = temporaries + trace.live_bytes_of_kind(TensorKind.ACTIVATION), np.cumsum(saved)
-    turns = _backward_turns(trace)
+    transient = temporaries + trace.live_bytes_of_kind(TensorKind.ACTIVATION)
+    saved_so_far, turns = list(accumulate(saved)), _backward_turns(trace)
+    peak = partial(_peak_live_bytes, transient)
     blocks = tuple(
         BlockCosts(
             name=name,
-            frozen_bytes=int(columns[TensorKind.FROZEN][number]),
-            trained_bytes=int(columns[TensorKind.TRAINED][number]),
-            gradient_bytes=int(columns[TensorKind.GRADIENT][number]),
-            state_bytes=int(columns[TensorKind.STATE][number]),
-            saved_bytes=int(saved[number]),
-            input_bytes=int(inputs[number]),
+            frozen_bytes=columns[TensorKind.FROZEN][number],
+            trained_bytes=columns[TensorKind.TRAINED][number],
+            gradient_bytes=columns[TensorKind.GRADIENT][number],
+            state_bytes=columns[TensorKind.STATE][number],
+            saved_bytes=saved[number],
+            input_bytes=inputs[number],
             forward=_block_work(trace, StepPass.FORWARD, number),
             backward=_block_work(trace, StepPass.BACKWARD, number),
-            forward_peak_bytes=max(
-                _peak_live_bytes(transient, trace.spans_in(StepPass.FORWARD, number)) - int(saved_so_far[number]), 0
-            ),
-            backward_peak_bytes=max(_peak_live_bytes(transient, turns[number]) - int(saved_so_far[number]), 0),
-            recomputable=name not in (BEFORE_BLOCKS, AFTER_BLOCKS),
+            forward_peak_bytes=max(0, peak(trace.spans_in(StepPass.FORWARD, number)) - saved_so_far[number]),
+            backward_peak_bytes=max(0, peak(turns[number]) - saved_so_far[number]),
+            recomputable=0 < number < last,
         )
         for number, name in enumerate(trace.blocks)
     )
     return StepTable(
         phase=trace.phase,
         blocks=blocks,
-        batch_bytes=int(allocated[trace.kind == TensorKind.BATCH].sum()),
+        batch_bytes=sum(columns[TensorKind.BATCH]),
         micro_batches=micro_batches,
         update=trace.total_work(StepPass.UPDATE),
-        update_peak_bytes=max(
-            (int(temporaries[s.begin : s.end + 1].max()) for s in trace.spans if s.step_pass is StepPass.UPDATE),
-            default=0,
-        ),
+        update_peak_bytes=_peak_live_bytes(temporaries, (s for s in trace.spans if s.step_pass is StepPass.UPDATE)),
         idle_bytes=idle_bytes,
     )
 
@@ -86,14 +73,6 @@ def _owning_blocks(trace: ExecutionTrace) -> NDArray[np.int64]:
     moves &= ~(shared & saved & (trace.block == 0)) & (first != trace.block)
     owner[moves] = first[moves]
     return owner
-
-
-def _sum_by_block(
-    trace: ExecutionTrace, allocated: NDArray[np.int64], owner: NDArray[np.int64], mask: NDArray[np.bool_]
-) -> NDArray[np.int64]:
-    totals = np.zeros(len(trace.blocks), dtype=np.int64)
-    np.add.at(totals, owner[mask], allocated[mask])
-    return totals
 
 
 def _block_work(trace: ExecutionTrace, step_pass: StepPass, block: int) -> OperatorWork:

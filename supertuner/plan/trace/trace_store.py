@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import astuple
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,36 +33,19 @@ FORMAT: Final = "supertuner trace 1"
 MAX_FILES: Final = 256
 """Files in a folder, of one or two megabytes each; the oldest are removed. A new version of a library makes all
 obsolete."""
-LIBRARIES: Final = (
-    "torch",
-    "diffusers",
-    "transformers",
-    "peft",
-    "lycoris-lora",
-    "torchao",
-    "prodigyopt",
-    "schedulefree",
-)
+LIBRARIES = ("torch", "diffusers", "transformers", "peft", "lycoris-lora", "torchao", "prodigyopt", "schedulefree")
 PACKAGE: Final = Path(__file__).parents[2]
 TRACED_PACKAGES: Final = ("models", "optim", "step", "plan")
-TENSOR_COLUMNS: Final[Mapping[str, Any]] = {
-    "nbytes": np.int64,
-    "birth": np.int64,
-    "death": np.int64,
-    "kind": np.uint8,
-    "block": np.int16,
-}
+TENSOR_COLUMNS: Final = ("nbytes", "birth", "death", "kind", "block")
 """Arrays with one entry per tensor."""
 
 
 class TraceCache:
-    """Traces in memory and, if there is a folder, in its files."""
+    """Traces in memory and in the files of a folder."""
 
-    def __init__(
-        self, folder: Path | None, versions: Mapping[str, str], sink: Sink, progress: Progress | None = None
-    ) -> None:
-        """`versions`: of the programs that make the traces; traces of other versions are not used. `folder` None:
-        memory only. `progress` gets a phase for each trace that is made, not for those that are read."""
+    def __init__(self, folder: Path, versions: Mapping[str, str], sink: Sink, progress: Progress | None = None) -> None:
+        """`versions`: of the programs that make the traces; traces of other versions are not used. `progress` gets a
+        phase for each trace that is made, not for those that are read."""
         self._folder, self._versions, self._sink, self._progress = folder, dict(versions), sink, progress
         self._traces: dict[str, ExecutionTrace] = {}
 
@@ -75,13 +59,12 @@ class TraceCache:
         """
         key = self.key(description)
         if key not in self._traces:
-            file = None if self._folder is None else self._folder / f"{key}.safetensors"
-            trace = None if file is None else read_trace(file, key)
+            file = self._folder / f"{key}.safetensors"
+            trace = read_trace(file, key)
             if trace is None:
                 with nullcontext() if self._progress is None else self._progress.phase(f"tracing {title}"):
                     trace = create()
-                if file is not None:
-                    self._write(file, serialize_trace(trace, key))
+                self._write(file, serialize_trace(trace, key))
             self._traces[key] = trace
         return self._traces[key]
 
@@ -101,12 +84,11 @@ class TraceCache:
 
 def program_versions() -> dict[str, str]:
     """Versions of everything whose code runs in a trace; for this program, a hash of its source files."""
-    library_versions = {name: version(name) for name in LIBRARIES}
     sources = xxhash.xxh3_128()
     for file in traced_source_files():
         sources.update(file.relative_to(PACKAGE).as_posix().encode())
         sources.update(file.read_bytes())
-    return {**library_versions, "supertuner": sources.hexdigest()}
+    return {**{name: version(name) for name in LIBRARIES}, "supertuner": sources.hexdigest()}
 
 
 def traced_source_files() -> list[Path]:
@@ -122,9 +104,7 @@ def serialize_trace(trace: ExecutionTrace, key: str) -> bytes:
         [(one.block, int(one.step_pass), one.begin, one.end, len(one.touched_tensors)) for one in trace.spans],
         dtype=np.int64,
     ).reshape(-1, 5)
-    arrays["work"] = np.array([tuple(asdict(one.work).values()) for one in trace.spans], dtype=np.float64).reshape(
-        -1, 4
-    )
+    arrays["work"] = np.array([astuple(one.work) for one in trace.spans], dtype=np.float64).reshape(-1, 4)
     touched = [number for one in trace.spans for number in one.touched_tensors]
     arrays["touched"] = np.array(touched, dtype=np.int32)
     facts = {
@@ -135,7 +115,7 @@ def serialize_trace(trace: ExecutionTrace, key: str) -> bytes:
         "end": trace.end,
         "micro_batches": trace.micro_batches,
         "notes": list(trace.notes),
-        "parts": [[name, *asdict(work).values()] for name, work in trace.work_by_part],
+        "parts": [[name, *astuple(work)] for name, work in trace.work_by_part],
     }
     facts_json = json.dumps(facts)
     metadata = {"format": FORMAT, "key": key, "facts": facts_json, "checksum": _checksum(arrays, facts_json)}
@@ -153,31 +133,26 @@ def read_trace(file: Path, key: str) -> ExecutionTrace | None:
     except (SafetensorError, OSError):
         return None
     facts_json = metadata.get("facts", "")
-    if (
-        metadata.get("format") != FORMAT
-        or metadata.get("key") != key
-        or metadata.get("checksum") != _checksum(arrays, facts_json)
-    ):
+    expected = {"format": FORMAT, "key": key, "checksum": _checksum(arrays, facts_json)}
+    if any(metadata.get(name) != value for name, value in expected.items()):
         return None
     return _deserialize_trace(arrays, json.loads(facts_json))
 
 
 def _deserialize_trace(arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> ExecutionTrace:
-    ends = np.cumsum(arrays["stretches"][:, 4]).tolist()
-    touched = arrays["touched"].tolist()
-    stretches = []
-    for row, work, begin, end in zip(
-        arrays["stretches"].tolist(), arrays["work"].tolist(), [0, *ends[:-1]], ends, strict=True
-    ):
-        operator_work = OperatorWork(work[0], work[1], work[2], int(work[3]))
-        stretches.append(TraceSpan(row[0], StepPass(row[1]), row[2], row[3], operator_work, tuple(touched[begin:end])))
+    touched = iter(arrays["touched"].tolist())
+    spans = []
+    for row, figures in zip(arrays["stretches"].tolist(), arrays["work"].tolist(), strict=True):
+        block, step_pass, begin, end, count = row
+        work = OperatorWork(figures[0], figures[1], figures[2], int(figures[3]))
+        spans.append(TraceSpan(block, StepPass(step_pass), begin, end, work, tuple(islice(touched, count))))
     return ExecutionTrace(
         phase=facts["phase"],
         device=facts["device"],
         alignment_bytes=facts["granule"],
         blocks=tuple(facts["blocks"]),
         **{name: arrays[name] for name in TENSOR_COLUMNS},
-        spans=tuple(stretches),
+        spans=tuple(spans),
         end=facts["end"],
         block_inputs=arrays["inputs"],
         micro_batches=facts["micro_batches"],

@@ -8,7 +8,9 @@ tensors have no values: code that reads one (a norm, an optimizer's estimate) ge
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,15 +22,9 @@ from supertuner.models.meta_modules import MetaDeviceMode, fill_with_fake_tensor
 from supertuner.models.spec import Expert, Family, ModelDescription
 from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, BatchTensorSpec, without_weights
 from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
-from supertuner.plan.trace.recorder import PlainCpuDevice, TracedDevice, TraceRecorder
+from supertuner.plan.trace.recorder import PLAIN_CPU, TracedDevice, TraceRecorder
+from supertuner.step import expert_setup
 from supertuner.step.batch import StepBatch
-from supertuner.step.expert_setup import (
-    build_expert_state,
-    build_step_options,
-    build_trainable_expert,
-    quantize_base_weights,
-    weight_dtype,
-)
 from supertuner.step.precision import ComputePrecision
 from supertuner.step.window import ExpertState, train_window
 
@@ -41,11 +37,12 @@ def trace_training_step(
     shape: BatchShape,
     *,
     micro_batches: int = 1,
-    device: TracedDevice | None = None,
+    device: TracedDevice = PLAIN_CPU,
 ) -> ExecutionTrace:
     """One optimizer step of an expert."""
-    original_config, config, model = config, traceable_config(config), without_weights(model)
-    device = device or PlainCpuDevice()
+    notes, config, model = _untraced_settings(config), traceable_config(config), without_weights(model)
+    precision = ComputePrecision(config.train.mixed_precision, CPU)
+    build_options = partial(expert_setup.build_step_options, config, family, model, precision, NullSink())
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     expert_state = build_fake_expert_state(config, family, model, expert, mode)
     recorder = TraceRecorder(device)
@@ -69,17 +66,10 @@ def trace_training_step(
                 recorder.mark_micro_batches(batch for _ in range(micro_batches)),
                 samples=shape.samples * micro_batches,
                 learning_rate=expert_state.optimizer.base_learning_rate,
-                options=replace(
-                    build_step_options(
-                        config, family, model, ComputePrecision(config.train.mixed_precision, CPU), NullSink()
-                    ),
-                    copy_to_host=fetch,
-                ),
+                options=replace(build_options(), copy_to_host=fetch),
             )
         register_optimizer_state(recorder, expert_state)
-    return recorder.build_trace(
-        f"train {expert.name}", micro_batches=micro_batches, notes=_untraced_settings(original_config)
-    )
+    return recorder.build_trace(f"train {expert.name}", micro_batches=micro_batches, notes=notes)
 
 
 def build_fake_expert_state(
@@ -88,21 +78,17 @@ def build_fake_expert_state(
     """The state of an expert in training, built as in a run, with fake tensors."""
     meta_precision = ComputePrecision(config.train.mixed_precision, torch.device("meta"))
     with MetaDeviceMode():
-        module = family.load_denoiser(model, expert, weight_dtype(config, meta_precision))
-        quantize_base_weights(config, module, meta_precision, NullSink())
-        trained = build_trainable_expert(config, family, expert, module, meta_precision, NullSink())
+        module = family.load_denoiser(model, expert, expert_setup.weight_dtype(config, meta_precision))
+        expert_setup.quantize_base_weights(config, module, meta_precision, NullSink())
+        trained = expert_setup.build_trainable_expert(config, family, expert, module, meta_precision, NullSink())
     adapter_names = {id(parameter): name for name, parameter in trained.parameters.items()}
-    names_in_module = {
-        name: adapter_names[id(parameter)]
-        for name, parameter in module.named_parameters()
-        if id(parameter) in adapter_names
-    }
+    names_in_module = {name: adapter_names.get(id(parameter)) for name, parameter in module.named_parameters()}
     fill_with_fake_tensors(module, mode, CPU)
-    fake_parameters = dict(module.named_parameters())
-    parameters = {adapter_name: fake_parameters[name] for name, adapter_name in names_in_module.items()}
+    fakes = dict(module.named_parameters())
+    parameters = {adapter_name: fakes[name] for name, adapter_name in names_in_module.items() if adapter_name}
     with mode:
         precision = ComputePrecision(config.train.mixed_precision, CPU)
-        return build_expert_state(config, expert, replace(trained, parameters=parameters), precision)
+        return expert_setup.build_expert_state(config, expert, replace(trained, parameters=parameters), precision)
 
 
 def with_checkpointing(config: RunConfig, checkpointing: bool) -> RunConfig:
@@ -113,9 +99,8 @@ def with_checkpointing(config: RunConfig, checkpointing: bool) -> RunConfig:
 
 def traceable_config(config: RunConfig) -> RunConfig:
     """The configuration without the settings that cannot run on fake tensors; they change no memory of the step."""
-    return config.model_copy(
-        update={"model": config.model.model_copy(update={"compile": False, "attention": "native"})}
-    )
+    model = config.model.model_copy(update={"compile": False, "attention": "native"})
+    return config.model_copy(update={"model": model})
 
 
 def _untraced_settings(config: RunConfig) -> tuple[str, ...]:
@@ -131,17 +116,17 @@ def _untraced_settings(config: RunConfig) -> tuple[str, ...]:
 def fake_batch(shape: BatchShape) -> StepBatch:
     """A micro-batch of fake tensors."""
 
-    def empty_tensor(one: BatchTensorSpec) -> torch.Tensor:
-        return torch.empty(shape.samples, *one.shape, dtype=one.dtype)
+    def empty_tensors(specs: Mapping[str, BatchTensorSpec]) -> dict[str, torch.Tensor]:
+        return {name: torch.empty(shape.samples, *one.shape, dtype=one.dtype) for name, one in specs.items()}
 
     latents = torch.empty(shape.samples, *shape.latents, dtype=shape.latents_dtype)
     return StepBatch(
         latents=latents,
         noise=torch.empty(latents.shape),
         sigmas=torch.empty(shape.samples),
-        text={name: empty_tensor(one) for name, one in shape.text.items()},
-        conditions={name: empty_tensor(one) for name, one in shape.conditions.items()},
-        loss_inputs={name: empty_tensor(one) for name, one in shape.loss_inputs.items()},
+        text=empty_tensors(shape.text),
+        conditions=empty_tensors(shape.conditions),
+        loss_inputs=empty_tensors(shape.loss_inputs),
     )
 
 

@@ -28,7 +28,7 @@ def a_dataset(samples: int | None = 260, **more: Any) -> DatasetSize:
 
 def stored(dataset: DatasetSize, **settings: Any) -> dict[str, StorageItem]:
     config = RunConfig.model_validate(settings)
-    trained = [ExpertStateSizes("high_noise", 100 * MIB, 200 * MIB, 50 * MIB)]
+    trained = [ExpertStateSizes(100 * MIB, 200 * MIB, 50 * MIB)]
     return {f"{one.what} {one.where}": one for one in list_storage(config, [dataset], WAN, trained, 10 * MIB)}
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from supertuner.core.types import GIB
 from supertuner.plan.forecast.results import SuggestedChange
-from supertuner.plan.forecast.suggestion_baseline import configured_choice, scale_tokens, window_seconds_without_plan
-from supertuner.plan.forecast.suggestions import suggest_changes
+from supertuner.plan.forecast.suggestion_baseline import configured_choice, seconds_without_plan
+from supertuner.plan.forecast.suggestions import scale_tokens, suggest_changes
 from supertuner.plan.placement.choice import TimedStep
 from supertuner.plan.placement.memory_needs import compute_memory_needs
 from supertuner.plan.placement.plan import MemoryPlan, OptimizerPlacement, PlanEstimate
@@ -151,10 +151,8 @@ def test_every_suggested_change_fits_or_needs_less_memory(
 def test_the_time_of_a_window_is_the_sum_over_its_micro_batches() -> None:
     table = a_table(micro_batches=3)
     rates = MachineRates.from_machine(a_capacity().machine)
-    assert window_seconds_without_plan(table, configured_choice(table, False), rates) == pytest.approx(
-        3 * 4 * 300 / 990
-    )
-    assert window_seconds_without_plan(table, configured_choice(table, True), rates) == pytest.approx(3 * 4 * 400 / 990)
+    assert seconds_without_plan(table, configured_choice(table, False), rates) == pytest.approx(3 * 4 * 300 / 990)
+    assert seconds_without_plan(table, configured_choice(table, True), rates) == pytest.approx(3 * 4 * 400 / 990)
 
 
 def test_a_change_after_which_no_plan_fits_has_no_time() -> None:

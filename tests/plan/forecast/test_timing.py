@@ -10,7 +10,8 @@ from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
 from supertuner.optim.schedule import build_training_schedule
-from supertuner.plan.forecast.suggestion_baseline import configured_choice, scale_tokens, window_seconds_without_plan
+from supertuner.plan.forecast.suggestion_baseline import configured_choice, seconds_without_plan
+from supertuner.plan.forecast.suggestions import scale_tokens
 from supertuner.plan.forecast.timing import ExpertSteps, RepeatedWork, RunWork, forecast_timing
 from supertuner.plan.placement.plan_step import plan_step
 from supertuner.plan.placement.step_table import OperatorWork, StepTable
@@ -35,9 +36,9 @@ def a_run_work(*experts: ExpertSteps, steps: int = 10, every: int = 1) -> RunWor
 
 def test_a_run_takes_the_time_of_its_windows_and_of_encoding() -> None:
     table = a_table(saved=2, micro_batches=2)
-    found = forecast_timing(a_run_work(steps_of(table)), GH200, LIMITS, RATES, (1.0, 0.5))
+    found = forecast_timing(a_run_work(steps_of(table)), LIMITS, RATES, (1.0, 0.5))
     full, half = found.paces
-    assert full.step_s == pytest.approx(window_seconds_without_plan(table, configured_choice(table, False), RATES))
+    assert full.step_s == pytest.approx(seconds_without_plan(table, configured_choice(table, False), RATES))
     assert full.training_s == pytest.approx(10 * full.step_s)
     assert full.encoding_s == pytest.approx(5 * (1.0 + 1.0)), "compute limits one piece, memory the other"
     assert half.training_s == pytest.approx(2 * (full.training_s or 0))
@@ -49,7 +50,7 @@ def test_the_plan_that_is_followed_determines_the_time_of_a_step() -> None:
     table = a_table(saved=30, micro_batches=2)
     steps = steps_of(table, planned=True)
     assert steps.plan is not None and steps.plan.modelled is not None and not steps.plan.keeps_all_on_gpu
-    found = forecast_timing(a_run_work(steps), GH200, LIMITS, RATES, (1.0,)).paces[0]
+    found = forecast_timing(a_run_work(steps), LIMITS, RATES, (1.0,)).paces[0]
     assert found.step_s == pytest.approx(steps.plan.modelled.seconds)
 
 
@@ -59,7 +60,7 @@ def test_an_expert_in_host_memory_is_fetched_at_every_switch() -> None:
     assert planned.plan is not None and planned.plan.idle_at_home
     stays = replace(planned, plan=replace(planned.plan, idle_at_home=False))
     often, seldom, never = (
-        forecast_timing(a_run_work(one, one, every=every), GH200, LIMITS, RATES, (1.0,)).paces[0].training_s or 0.0
+        forecast_timing(a_run_work(one, one, every=every), LIMITS, RATES, (1.0,)).paces[0].training_s or 0.0
         for one, every in ((planned, 1), (planned, 5), (stays, 1))
     )
     once = 37 * GIB / 375e9
@@ -69,7 +70,7 @@ def test_an_expert_in_host_memory_is_fetched_at_every_switch() -> None:
 
 def test_a_run_of_unknown_length_has_a_step_time_and_no_total() -> None:
     unknown = replace(a_run_work(steps_of(a_table(saved=2))), schedule=None, encoding=None)
-    found = forecast_timing(unknown, GH200, LIMITS, RATES, (1.0,))
+    found = forecast_timing(unknown, LIMITS, RATES, (1.0,))
     assert found.steps is None and found.paces[0].step_s > 0
     assert found.paces[0].training_s is None and found.paces[0].encoding_s is None and found.paces[0].total_s is None
 
@@ -80,8 +81,7 @@ def test_batches_of_several_sizes_take_their_mean_time() -> None:
     steps = ExpertSteps(large, configured_choice(large, False), None, 2000, {1000: small})
     mixed = replace(a_run_work(steps), token_shares={2000: 0.5, 1000: 0.5})
     times = [
-        forecast_timing(replace(mixed, token_shares={n: 1.0}), GH200, LIMITS, RATES, (1.0,)).paces[0]
-        for n in (2000, 1000)
+        forecast_timing(replace(mixed, token_shares={n: 1.0}), LIMITS, RATES, (1.0,)).paces[0] for n in (2000, 1000)
     ]
-    both = forecast_timing(mixed, GH200, LIMITS, RATES, (1.0,)).paces[0]
+    both = forecast_timing(mixed, LIMITS, RATES, (1.0,)).paces[0]
     assert both.training_s == pytest.approx(sum(one.training_s or 0 for one in times) / 2, rel=0.02)

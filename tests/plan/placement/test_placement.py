@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.plan_replay import replay_plan
 from benchmarks.workloads import WORKLOADS, table
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
@@ -19,7 +20,6 @@ from supertuner.plan.placement.choice import PlacementChoice, TimedStep
 from supertuner.plan.placement.fast_simulate import evaluate_choice
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.plan.placement.plan_step import plan_step
-from supertuner.plan.placement.replay import replay_plan
 from supertuner.plan.placement.search import evenly_spread_order, search_placement
 from supertuner.plan.placement.step_table import OperatorWork, StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.plan_replay import PAGE_BYTES, SuperchipMachine, build_superchip, replay_plan
 from supertuner.memory.driver import DriverError
 from supertuner.memory.emulator.superchip import EmulatedSuperchip
 from supertuner.memory.machines import MACHINES
@@ -15,7 +16,6 @@ from supertuner.plan.placement.choice import PlacementChoice, TimedStep
 from supertuner.plan.placement.fast_simulate import evaluate_choice
 from supertuner.plan.placement.memory_needs import compute_memory_needs
 from supertuner.plan.placement.plan import BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
-from supertuner.plan.placement.replay import PAGE_BYTES, SuperchipMachine, build_superchip, replay_plan
 from supertuner.plan.placement.simulate import simulate_window
 from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits

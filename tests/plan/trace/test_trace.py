@@ -16,7 +16,7 @@ from supertuner.models.blocks import named_blocks
 from supertuner.models.family_registry import load_family as family_of
 from supertuner.models.spec import Family, ModelDescription, ModelSource
 from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, BatchTensorSpec, EncoderShapeProbe
-from supertuner.plan.trace.execution_trace import AFTER_BLOCKS, BEFORE_BLOCKS, ExecutionTrace, StepPass, TensorKind
+from supertuner.plan.trace.execution_trace import OUTSIDE_BLOCKS, ExecutionTrace, StepPass, TensorKind
 from supertuner.plan.trace.recorder import inner_tensors
 from supertuner.plan.trace.step_table_builder import build_step_table
 from supertuner.plan.trace.training_step import trace_training_step, with_checkpointing
@@ -162,7 +162,7 @@ def test_every_family_can_be_traced_with_checkpointing(written: WrittenPipeline)
     trace = traced(config, written.family, written.model, written.case.shape, samples=2)
     part = written.model.experts[0].component
     names = {span.block for span in trace.spans if span.step_pass is StepPass.RECOMPUTE}
-    assert trace.blocks[0] == BEFORE_BLOCKS and trace.blocks[-1] == AFTER_BLOCKS
+    assert (trace.blocks[0], trace.blocks[-1]) == OUTSIDE_BLOCKS
     assert len(trace.blocks) > 3 and len(names) >= (1 if part == "unet" else 2), part
     assert of(trace, TensorKind.GRADIENT) == pytest.approx(of(trace, TensorKind.TRAINED), rel=0.2)
     assert trace.total_work(StepPass.BACKWARD).matmul_flops > 0
@@ -183,7 +183,7 @@ def test_blocks_run_in_order_forward_and_in_reverse_order_backward(wan: tuple[Fa
     family, model = wan
     trace = traced(configured(train={"gradient_checkpointing": True}), *wan, (3, 5, 32, 48))
     named = list(named_blocks(family.load_denoiser(model, model.experts[0], torch.float32)))
-    assert list(trace.blocks) == [BEFORE_BLOCKS, *named, AFTER_BLOCKS]
+    assert list(trace.blocks) == [OUTSIDE_BLOCKS[0], *named, OUTSIDE_BLOCKS[1]]
     numbers = {during: _visited(trace, during) for during in StepPass}
     inner = list(range(1, len(trace.blocks) - 1))
     assert [one for one in numbers[StepPass.FORWARD] if one in inner] == inner

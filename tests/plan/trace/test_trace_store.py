@@ -17,21 +17,16 @@ from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource
 from supertuner.plan.placement.step_table import OperatorWork
 from supertuner.plan.trace.cached_traces import CachedTraces
 from supertuner.plan.trace.encoder_shapes import BatchShape, EncoderShapeProbe
-from supertuner.plan.trace.execution_trace import (
-    AFTER_BLOCKS,
-    BEFORE_BLOCKS,
-    ExecutionTrace,
-    StepPass,
-    TensorKind,
-    TraceSpan,
-)
+from supertuner.plan.trace.execution_trace import ExecutionTrace, StepPass, TensorKind, TraceSpan
 from supertuner.plan.trace.inference_phases import (
-    SampleTrace,
+    ENCODE_AND_DECODE,
+    PREDICTION,
+    sample_work,
     trace_media_encoding,
     trace_sampling,
     trace_text_encoding,
 )
-from supertuner.plan.trace.recorder import PlainCpuDevice
+from supertuner.plan.trace.recorder import PLAIN_CPU
 from supertuner.plan.trace.trace_store import (
     MAX_FILES,
     PACKAGE,
@@ -53,7 +48,7 @@ class RecordingSink:
 
 def a_trace() -> ExecutionTrace:
     return ExecutionTrace(
-        phase="train model", device="cuda", alignment_bytes=512, blocks=(BEFORE_BLOCKS, "blocks.0", AFTER_BLOCKS),
+        phase="train model", device="cuda", alignment_bytes=512, blocks=("(before)", "blocks.0", "(after)"),
         nbytes=np.array([100, 600, 50]), birth=np.array([0, 1, 2]), death=np.array([5, 4, 3]),
         kind=np.array([TensorKind.FROZEN, TensorKind.ACTIVATION, TensorKind.TEMPORARY], dtype=np.uint8),
         block=np.array([1, 1, 2], dtype=np.int16),
@@ -74,7 +69,6 @@ def test_live_bytes_are_aligned_and_follow_allocations_and_releases() -> None:
     trace = a_trace()
     assert trace.live_bytes().tolist() == [512, 1536, 2048, 1536, 512, 0]
     assert trace.peak() == (2048, 2) and trace.live_bytes_by_kind(2)[TensorKind.ACTIVATION] == 1024
-    assert trace.span_at(3) == trace.spans[1]
 
 
 def test_a_stored_trace_is_read_back_unchanged(tmp_path: Path) -> None:
@@ -129,10 +123,6 @@ def test_the_oldest_of_many_traces_are_removed(tmp_path: Path) -> None:
     assert len(left) == MAX_FILES and "0.safetensors" not in left and "1.safetensors" in left
 
 
-def test_without_a_folder_traces_are_kept_in_memory_only() -> None:
-    assert same(TraceCache(None, {}, RecordingSink()).get_or_create({}, a_trace), a_trace())
-
-
 def test_the_versions_cover_everything_that_runs_in_a_trace() -> None:
     versions = program_versions()
     assert {"torch", "diffusers", "peft", "supertuner"} <= set(versions) and versions == program_versions()
@@ -158,7 +148,7 @@ def training_files(
     folder: Path, wan: tuple[Family, ModelDescription], shape: BatchShape, experts: tuple[Expert, ...], **blocks: Any
 ) -> int:
     config = RunConfig.model_validate(blocks)
-    traces = CachedTraces(TraceCache(folder, {}, RecordingSink()), config, *wan, PlainCpuDevice())
+    traces = CachedTraces(TraceCache(folder, {}, RecordingSink()), config, *wan, PLAIN_CPU)
     for expert in experts:
         trace = traces.training(expert, shape)
         assert trace.phase == f"train {expert.name}"
@@ -180,11 +170,10 @@ def test_encoders_and_samples_are_traced_with_everything_in_memory(
 ) -> None:
     family, model = wan
     config = RunConfig.model_validate({"model": {"experts": "low_noise"}})
-    traces = CachedTraces(TraceCache(tmp_path, {}, RecordingSink()), config, *wan, PlainCpuDevice())
+    traces = CachedTraces(TraceCache(tmp_path, {}, RecordingSink()), config, *wan, PLAIN_CPU)
     media = trace_media_encoding(family, model, MEDIA)
     text = trace_text_encoding(config, family, model)
-    sampled = trace_sampling(config, family, model, shape)
-    sample = sampled.trace
+    sample = trace_sampling(config, family, model, shape)
     weights = [int(one.nbytes[one.kind == TensorKind.FROZEN].sum()) for one in (media, text, sample)]
     assert weights[0] > 0 and weights[1] > 0 and weights[2] > sum(weights[:2])
     assert {name.partition(".")[0] for name in sample.blocks[1:-1]} == {"transformer", "transformer_2"}
@@ -193,13 +182,14 @@ def test_encoders_and_samples_are_traced_with_everything_in_memory(
         and sample.nbytes[sample.kind == TensorKind.TRAINED].sum() > 0
     )
     assert sample.nbytes[sample.kind == TensorKind.GRADIENT].sum() == 0
+    parts = dict(sample.work_by_part)
     assert (
-        sampled.total_work(4).matmul_flops
-        == sampled.encode_and_decode_work.matmul_flops + 4 * sampled.prediction_work.matmul_flops
+        sample_work(sample, 4).matmul_flops
+        == parts[ENCODE_AND_DECODE].matmul_flops + 4 * parts[PREDICTION].matmul_flops
     )
     again = traces.sampling(shape)
-    assert isinstance(again, SampleTrace) and again.prediction_work == sampled.prediction_work
-    assert same(traces.sampling(shape).trace, again.trace)
+    assert dict(again.work_by_part)[PREDICTION] == parts[PREDICTION]
+    assert same(traces.sampling(shape), again)
     assert same(traces.media(MEDIA), media)
     assert same(traces.text(), text)
     assert len(list(tmp_path.iterdir())) == 3
