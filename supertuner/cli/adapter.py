@@ -32,17 +32,15 @@ def inspect(
 ) -> None:
     """Print the naming scheme, experts, ranks, norms and origin of an adapter. Exits with 1 if a value is not
     finite."""
-    from supertuner.tools.adapter_inspect import inspect_adapter, inspection_record
-    from supertuner.train.export.adapter_files import open_adapter
+    from supertuner.api import adapters
 
-    adapter_file = open_adapter(file, family)
-    report = inspection_record(adapter_file, inspect_adapter(adapter_file))
+    report: dict[str, Any] = adapters.inspect(file, family=family).to_dict()
     if as_json:
         typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         _print_report(report)
     if report["not_finite"]:
-        typer.echo(f"of {len(adapter_file.entries)} tensors, these are not finite: {report['not_finite']}", err=True)
+        typer.echo(f"of {report['keys']} tensors, these are not finite: {report['not_finite']}", err=True)
         raise typer.Exit(1)
 
 
@@ -74,13 +72,12 @@ def export(
     force: ForceOption = False,
 ) -> None:
     """Write an adapter for a program: one file per expert, with the key names that the program reads."""
-    from supertuner.api.adapters import open_adapter_file
-    from supertuner.tools.adapter_export import export_adapter
+    from supertuner.api import adapters
 
-    adapter_file = open_adapter_file(file, family=family, expert=expert, partial=partial)
-    for exported_path, count in export_adapter(adapter_file, program, out, overwrite=force, family=family):
-        typer.echo(f"{exported_path}: {count} tensors for {program}")
-    typer.echo(adapter_file.reading.summary())
+    exported = adapters.export(file, program, out, family=family, expert=expert, partial=partial, overwrite=force)
+    for done in exported:
+        typer.echo(f"{done.path}: {done.tensors} tensors for {program}")
+    typer.echo(exported[0].summary)
 
 
 @app.command()
@@ -104,11 +101,10 @@ def merge(
 @app.command()
 def schemes() -> None:
     """List the naming schemes, each with an example key."""
-    from supertuner.models.adapters.keys_schemes import KEY_SCHEMES
-    from supertuner.tools.adapter_export import example_key
+    from supertuner.api import adapters
 
-    for name, scheme in KEY_SCHEMES.items():
-        typer.echo(f"{name:34} {example_key(scheme)}")
+    for name, example in adapters.schemes().items():
+        typer.echo(f"{name:34} {example}")
 
 
 def _print_report(report: dict[str, Any]) -> None:

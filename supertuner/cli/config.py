@@ -96,13 +96,13 @@ def convert(
     sets: SetOption = None,
 ) -> None:
     """Write a configuration under SuperTuner's own names. Paths become relative to the folder of OUT, else of FILE."""
-    from supertuner.config.sources.render import canonical_tree, render_tree
+    from supertuner.api.configuration import render_config
     from supertuner.core import durable
     from supertuner.core.errors import SuperTunerError
 
     loaded = _load(file, sets, no_paths=True)
     language = to or _language_from_suffix(out or file)
-    text = render_tree(canonical_tree(loaded.provenance, (out or file).absolute().parent), language.value)
+    text = render_config(loaded, language.value, folder=(out or file).parent)
     _print_notes(loaded, err=True)
     if out is None:
         typer.echo(text, nl=False)

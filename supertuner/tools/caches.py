@@ -195,6 +195,13 @@ def cache_record(arena: CacheArenaStatus) -> dict[str, JSON]:
     }
 
 
+def cache_row(arena: CacheArenaStatus) -> list[str]:
+    """One arena as a row of a table: name, entries, used entries, size, usage, encoder, folder."""
+    entries, size = "" if arena.info.units is None else str(arena.info.units), bytes_text(arena.info.nbytes)
+    encoder = arena.encoder_fingerprint[:12]
+    return [arena.name, entries, str(arena.used_entries), size, arena.usage, encoder, str(arena.home.path)]
+
+
 def describe_cache(arena: CacheArenaStatus) -> str:
     """One arena as a line of text."""
     entries = "" if arena.info.units is None else f"{arena.info.units} entries, {arena.used_entries} of them used, "

@@ -98,7 +98,7 @@ def require_few_broken(
             f"{name} is strict and {count} broken:\n{_broken_lines(set_aside, len(set_aside))}\n{remedy}"
         )
     if share > dataset.max_broken_share:
-        remedy = f"repair or remove them, or allow it with --set {key_path}.max_broken_share={_rounded_up(share)}"
+        remedy = f"repair or remove them, or allow it: {key_path}.max_broken_share={_rounded_up(share)}"
         allowed = f"{share:.1%}, at most {dataset.max_broken_share:.1%} are allowed"
         lines = _broken_lines(set_aside, _MAX_LISTED)
         raise TooManyBrokenFilesError(

@@ -156,7 +156,7 @@ def _require_same_initial_weights(run: TrainingRun, loaded: LoadedCheckpoint) ->
         if is_own_checkpoint and decides:
             raise CheckpointError(
                 f"{loaded.path}: {expert} was trained with other tensors in the file of {setting}; restore that file, "
-                "or start another run.name with --resume and this checkpoint if the change is intended"
+                "or start another run.name with checkpoints.resume set to this checkpoint if the change is intended"
             )
         effect = (
             "training goes on on top of the new file" if decides else "the checkpoint's values count, not the file's"

@@ -54,9 +54,9 @@ def merge_adapters(files: Sequence[AdapterFile], base: Path, out: Path, strength
             "the hub with `hf download NAME --local-dir FOLDER`"
         )
     if not math.isfinite(strength) or strength == 0:
-        raise ModelError(f"--strength is {strength}; it must be finite and not 0 (1 is the adapter as trained)")
+        raise ModelError(f"strength is {strength}; it must be finite and not 0 (1 is the adapter as trained)")
     if out.exists():
-        raise ModelError(f"{out} exists; name a new folder with --out")
+        raise ModelError(f"{out} exists; name a new folder")
     adapters = _adapters_by_part(files, base)
     counts = dict.fromkeys(EXPERT_FOLDERS, 0) if (base / SECOND_EXPERT_FOLDER).is_dir() else {}
     with atomic_folder(out.parent, out.name, lambda there, new: False) as work_dir:
@@ -80,7 +80,7 @@ def _adapters_by_part(files: Sequence[AdapterFile], base: Path) -> dict[str, Ada
             raise ModelError(f"{file.path} is an adapter of {layout.family}, but {base} is a model with two experts")
         for expert in file.reading.experts:
             if two_experts and expert is None:
-                raise ModelError(f"{file.path}: {base} has two experts; give --expert {HIGH_NOISE} or {LOW_NOISE}")
+                raise ModelError(f"{file.path}: {base} has two experts; choose the expert: {HIGH_NOISE} or {LOW_NOISE}")
             part = SECOND_EXPERT_FOLDER if expert == LOW_NOISE else layout.component
             if not (base / part).is_dir():
                 raise ModelError(f"{file.path} is for {part}, but {base} has no such folder")
