@@ -21,10 +21,6 @@ TimeoutOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("validate")(validate)
-
-
 @app.callback()
 def group() -> None:
     """Show runs."""

@@ -49,6 +49,12 @@ class WhatIfResult:
     current: bool
     """True: the configuration has this value."""
 
+    @property
+    def samples_per_s(self) -> str:
+        """As text; empty: unknown."""
+        timing = self.estimate.forecast.timing
+        return "" if timing is None else f"{timing.window / timing.paces[0].step_s:.3g}"
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class WhatIfComparison:
@@ -140,33 +146,21 @@ def _what_if_table(what_if: WhatIfComparison) -> list[str]:
     for one in what_if.results:
         forecast = one.estimate.forecast
         timing, fullest = forecast.timing, forecast.fullest_phase
-        pace = None if timing is None else timing.paces[0]
-        total = None if pace is None else pace.total_s
-        rows.append(
-            [
-                one.value + (" (as configured)" if one.current else ""),
-                "" if fullest is None else bytes_text(fullest.all_on_gpu_bytes),
-                forecast.verdict.fit.value,
-                "" if pace is None else step_duration_text(pace.step_s),
-                "" if pace is None or timing is None else f"{timing.window / pace.step_s:.3g}",
-                "" if total is None else step_duration_text(total),
-            ]
-        )
+        times = (None, None) if timing is None else (timing.paces[0].step_s, timing.paces[0].total_s)
+        step, total = ("" if seconds is None else step_duration_text(seconds) for seconds in times)
+        value = one.value + (" (as configured)" if one.current else "")
+        size = "" if fullest is None else bytes_text(fullest.all_on_gpu_bytes)
+        rows.append([value, size, forecast.verdict.fit.value, step, one.samples_per_s, total])
     return align_columns(rows, right_aligned={1, 3, 4, 5})
 
 
 def estimate_json(result: EstimateResult) -> dict[str, JSON]:
     """The forecast (`RunForecast.to_dict`), and under `what_if` those of other values."""
-    return {
-        **result.forecast.to_dict(),
-        "what_if": [
-            {
-                "key": what_if.key,
-                "tried": [{"value": one.value, **one.estimate.forecast.to_dict()} for one in what_if.results],
-            }
-            for what_if in result.what_ifs
-        ],
-    }
+    what_ifs: list[JSON] = []
+    for what_if in result.what_ifs:
+        tried: list[JSON] = [{"value": one.value, **one.estimate.forecast.to_dict()} for one in what_if.results]
+        what_ifs.append({"key": what_if.key, "tried": tried})
+    return {**result.forecast.to_dict(), "what_if": what_ifs}
 
 
 # ── picture ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -220,8 +214,6 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 
 def _what_if_bar(result: WhatIfResult) -> WhatIfBar:
     forecast = result.estimate.forecast
-    timing, fullest = forecast.timing, forecast.fullest_phase
-    pace = None if timing is None else timing.paces[0]
-    rate = "" if pace is None or timing is None else f"{timing.window / pace.step_s:.3g} samples/s"
-    classes = {} if fullest is None else fullest.gpu
-    return WhatIfBar(result.value, classes, None if pace is None else pace.step_s, result.current, rate)
+    classes = {} if forecast.fullest_phase is None else forecast.fullest_phase.gpu
+    rate = f"{result.samples_per_s} samples/s" if result.samples_per_s else ""
+    return WhatIfBar(result.value, classes, forecast.step_seconds, result.current, rate)

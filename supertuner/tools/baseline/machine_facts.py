@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
 
@@ -27,7 +26,7 @@ def doctor_report(host: HostFacts, environ: Mapping[str, str]) -> dict[str, JSON
     from supertuner.tools.doctor.doctor_report import build_report
     from supertuner.tools.doctor.examination import examine_machine
 
-    return build_report(examine_machine(host, environ, None, NullSink(), lambda checks: None), (), ())
+    return build_report(examine_machine(host, environ, None), (), ())
 
 
 def comparable_facts(report: Mapping[str, Any]) -> dict[str, JSON]:
@@ -60,6 +59,6 @@ def compared_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _value_text(value: JSON) -> str:
-    return (
-        "not set" if value is None else ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
-    )
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "not set" if value is None else str(value)

@@ -12,7 +12,7 @@ from supertuner.tools.doctor.allocation import AllocationTestResult
 from supertuner.tools.doctor.allocation_plan import AllocationTestSkipped
 from supertuner.tools.doctor.check_result import CheckResult, CheckStatus
 from supertuner.tools.doctor.gpu_checks import BATCH_CALLS_VERSION, gpu_checks
-from supertuner.tools.doctor.host_checks import PAGE_64K_BYTES, host_checks
+from supertuner.tools.doctor.host_checks import HOST_CHECKS, PAGE_64K_BYTES
 from supertuner.tools.doctor.software_checks import software_checks
 from supertuner.tools.doctor.system_snapshot import SystemSnapshot
 
@@ -32,7 +32,7 @@ class DoctorFindings:
 
 
 def all_checks(snapshot: SystemSnapshot) -> tuple[CheckResult, ...]:
-    return (*gpu_checks(snapshot), *software_checks(snapshot), *host_checks(snapshot))
+    return (*gpu_checks(snapshot), *software_checks(snapshot), *(check(snapshot) for check in HOST_CHECKS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,9 @@ def parse_requirements(text: str) -> tuple[str, ...]:
 
 def unmet_requirements(names: tuple[str, ...], findings: DoctorFindings) -> list[str]:
     """Requirements that are not met, as text: `ats: the GPU uses the host's page tables (unknown)`."""
-    answers = {name: REQUIREMENTS[name].is_met(findings) for name in names}
-    unknown = {name: " (unknown)" if answer is None else "" for name, answer in answers.items()}
-    return [
-        f"{name}: {REQUIREMENTS[name].description}{unknown[name]}" for name, answer in answers.items() if not answer
-    ]
+    unmet = []
+    for name in names:
+        requirement = REQUIREMENTS[name]
+        if not (is_met := requirement.is_met(findings)):
+            unmet.append(f"{name}: {requirement.description}{' (unknown)' if is_met is None else ''}")
+    return unmet
