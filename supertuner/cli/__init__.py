@@ -87,9 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except OSError as error:  # one that no package handles: print the file and the system's reason
         where = f"{error.filename}: " if error.filename is not None else ""
-        typer.echo(
-            f"{where}{error.strerror or error}; the system refused this, and the command cannot continue", err=True
-        )
+        problem = f"{where}{error.strerror or error}"
+        typer.echo(f"{problem}; the system refused this, and the command cannot continue", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)

@@ -110,21 +110,18 @@ def schemes() -> None:
 def _print_report(report: dict[str, Any]) -> None:
     from supertuner.core.types import bytes_text
 
-    count_texts = {
-        name: ", ".join(f"{label} ({n})" for label, n in report[name].items()) for name in ("kinds", "ranks", "scales")
-    }
+    counts = (report[name].items() for name in ("kinds", "ranks", "scales"))
+    kinds, ranks, scales = (", ".join(f"{label} ({n})" for label, n in items) for items in counts)
     typer.echo(f"{report['file']}: {bytes_text(report['nbytes'])}, {', '.join(report['dtypes'])}")
     typer.echo(f"  scheme    {report['scheme']}; family {' or '.join(report['families'])}")
     typer.echo(f"  expert    {' and '.join(report['experts']) or 'unknown'}")
-    ranks, scales = (count_texts[name] or "none" for name in ("ranks", "scales"))
-    typer.echo(f"  layers    {count_texts['kinds']}; rank {ranks}; scale {scales}")
+    typer.echo(f"  layers    {kinds}; rank {ranks or 'none'}; scale {scales or 'none'}")
     if report["norm"] is not None:
         largest = ", ".join(f"{layer} {norm:.3g}" for layer, norm in report["largest"].items())
         typer.echo(f"  norm      {report['norm']:.4g} in total; largest: {largest}")
-    loads = [family for family, reads in report["comfyui"].items() if reads]
-    typer.echo(
-        f"  ComfyUI   {'reads these names' if loads else 'does not read these names; see `supertuner adapter export`'}"
-    )
+    loads = any(report["comfyui"].values())
+    comfyui = "reads these names" if loads else "does not read these names; see `supertuner adapter export`"
+    typer.echo(f"  ComfyUI   {comfyui}")
     typer.echo(f"  keys      {report['matched']} of {report['keys']} matched")
     for key, reason in report["unknown"].items():
         typer.echo(f"            {key}: {reason}")

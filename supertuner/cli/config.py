@@ -73,9 +73,8 @@ def show(
     if as_json:
         typer.echo(json.dumps(loaded.to_dict(), indent=2, ensure_ascii=False))
         return
-    rows = [
-        (p, json.dumps(v, ensure_ascii=False), o) for p, v, o in loaded.iter_settings() if everything or o != "default"
-    ]
+    settings = (setting for setting in loaded.iter_settings() if everything or setting[2] != "default")
+    rows = [(path, json.dumps(value, ensure_ascii=False), origin) for path, value, origin in settings]
     width = max((len(path) + len(value) for path, value, _ in rows), default=0)
     for path, value, origin in rows:
         line = f"{path} = {value}"

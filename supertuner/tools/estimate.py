@@ -100,13 +100,9 @@ def run_estimate(request: EstimateRequest, console: ConsoleSink) -> EstimateResu
         advise=request.advise,
         console=console,
     )
-    is_current = [alternative.config == loaded.config for alternative in alternatives]
-    remaining = iter(zip(others, is_current, strict=True))
-    comparisons = [
-        WhatIfComparison(key, tuple(WhatIfResult(value, *next(remaining)) for value in values))
-        for key, values in what_ifs
-    ]
-    return EstimateResult(estimate, tuple(comparisons))
+    remaining = iter(zip(others, (other.config == loaded.config for other in alternatives), strict=True))
+    results = [(key, tuple(WhatIfResult(value, *next(remaining)) for value in values)) for key, values in what_ifs]
+    return EstimateResult(estimate, tuple(WhatIfComparison(*result) for result in results))
 
 
 def parse_what_if(text: str) -> tuple[str, list[str]]:

@@ -75,11 +75,8 @@ def synthesize_tone(wave: str, hertz: float, seconds: float) -> NDArray[np.float
     """A stereo tone, plucked twice per second, that moves from left to right; shape (samples, 2)."""
     time = np.arange(round(seconds * AUDIO_RATE)) / AUDIO_RATE
     phase = (time * hertz) % 1
-    shape = {
-        "sine": np.sin(2 * np.pi * phase),
-        "square": np.where(phase < 0.5, 0.6, -0.6),
-        "sawtooth": 1.2 * phase - 0.6,
-    }
+    sine, square = np.sin(2 * np.pi * phase), np.where(phase < 0.5, 0.6, -0.6)
+    shape = {"sine": sine, "square": square, "sawtooth": 1.2 * phase - 0.6}
     loudness = np.minimum((time % 0.5) / 0.02, 1) * np.exp(-2.5 * (time % 0.5))
     right = np.linspace(0.2, 0.8, len(time))
     stereo = np.column_stack([1 - right, right]) * (1.2 * shape[wave] * loudness)[:, None]

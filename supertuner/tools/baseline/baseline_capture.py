@@ -113,11 +113,10 @@ def capture_baseline(
         write_json(out / "diagnostics.json", report)
         log = out / nvidia_smi.LOG_FILE
         not_logged_reason = stack.enter_context(nvidia_smi.log_gpus(log, environ))
-        command = code.current_code(environ)
-        preparation = run_preparation(command, scenario, out, context.progress)
-        repeats = range(1, options.repeats + 1)
-        jobs = [measure_repeat(command, scenario, out, at, options.repeats, context.progress) for at in repeats]
-        trace = profile_run(command, scenario, out, context.progress) if options.profile else None
+        runner = ScenarioRunner(code.current_code(environ), scenario, out, context.progress)
+        preparation = runner.prepare()
+        jobs = [runner.measure(repeat, options.repeats) for repeat in range(1, options.repeats + 1)]
+        trace = runner.profile() if options.profile else None
         baseline = Baseline(
             name=name,
             captured_at=now_text(),
@@ -138,32 +137,33 @@ def capture_baseline(
     return path, baseline
 
 
-def run_preparation(
-    command: JobCommand, scenario: BaselineScenario, out: Path, progress: Progress, label: str = "prepare"
-) -> MeasuredJob:
-    """Run the first few steps. This fills the caches for the whole run and warms the page cache."""
-    with progress.phase(f"preparing data and caches, {command.title}"):
-        return _run_once(command, scenario, scenario.request(out, label, min(scenario.steps, PREPARATION_STEPS)))
+@dataclass(frozen=True, slots=True)
+class ScenarioRunner:
+    """Runs a scenario with one version of the code. It removes the run folder of each job at once, because its
+    checkpoint may be large."""
 
+    command: JobCommand
+    scenario: BaselineScenario
+    out: Path
+    progress: Progress
 
-def measure_repeat(
-    command: JobCommand, scenario: BaselineScenario, out: Path, repeat: int, repeats: int, progress: Progress
-) -> MeasuredJob:
-    with progress.phase(f"measuring {scenario.steps:,} steps, {repeat} of {repeats}"):
-        return _run_once(command, scenario, scenario.request(out, str(repeat)))
+    def prepare(self, label: str = "prepare") -> MeasuredJob:
+        """Run the first few steps. This fills the caches for the whole run and warms the page cache."""
+        with self.progress.phase(f"preparing data and caches, {self.command.title}"):
+            return self._run(self.scenario.request(self.out, label, min(self.scenario.steps, PREPARATION_STEPS)))
 
+    def measure(self, repeat: int, repeats: int) -> MeasuredJob:
+        with self.progress.phase(f"measuring {self.scenario.steps:,} steps, {repeat} of {repeats}"):
+            return self._run(self.scenario.request(self.out, str(repeat)))
 
-def profile_run(command: JobCommand, scenario: BaselineScenario, out: Path, progress: Progress) -> Path:
-    """Trace a separate run with torch's profiler, whose overhead must not be part of the measured runs."""
-    trace = out / TRACE_FILE
-    with progress.phase(f"tracing {TRACE_STEPS} steps"):
-        request = scenario.request(out, "trace", TRACE_STEPS)
-        _run_once(command, scenario, replace(request, trace=str(trace)))
-    return trace
+    def profile(self) -> Path:
+        """Trace a separate run with torch's profiler, whose overhead must not be part of the measured runs."""
+        trace = self.out / TRACE_FILE
+        with self.progress.phase(f"tracing {TRACE_STEPS} steps"):
+            self._run(replace(self.scenario.request(self.out, "trace", TRACE_STEPS), trace=str(trace)))
+        return trace
 
-
-def _run_once(command: JobCommand, scenario: BaselineScenario, request: MeasurementRequest) -> MeasuredJob:
-    """Run one job and remove its run folder at once, because its checkpoint may be large."""
-    job = run_job(command, request)
-    scenario.remove_run_folders()
-    return job
+    def _run(self, request: MeasurementRequest) -> MeasuredJob:
+        job = run_job(self.command, request)
+        self.scenario.remove_run_folders()
+        return job

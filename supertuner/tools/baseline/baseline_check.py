@@ -24,10 +24,9 @@ from supertuner.tools.baseline import code_versions as code
 from supertuner.tools.baseline import machine_facts as machine
 from supertuner.tools.baseline.baseline_capture import (
     BaselineScenario,
+    ScenarioRunner,
     build_scenario,
-    measure_repeat,
     require_single_process,
-    run_preparation,
 )
 from supertuner.tools.baseline.measured_process import JobCommand, MeasurementContext, scratch_folder
 from supertuner.tools.baseline.record import MeasuredJob
@@ -130,7 +129,7 @@ def _compare_in_rounds(
     old, new = sides
     prepared_jobs = []
     for side, label in ((old, "a"), (new, "b")):
-        prepared_jobs.append(run_preparation(side.command, side.scenario, out, progress, label))
+        prepared_jobs.append(ScenarioRunner(side.command, side.scenario, out, progress).prepare(label))
         _require_expected_code(side.command, prepared_jobs[-1])
     gpu = _gpu_bytes() if any("gpu.reserved" in job.peaks for job in prepared_jobs) else None
     fit_together = both_fit([job.peaks for job in prepared_jobs], HostFacts(), gpu)
@@ -155,13 +154,14 @@ def _compare_with_stored(
     context: MeasurementContext,
 ) -> ComparisonResult:
     """Measure the current code and judge it by the stored jobs of `base`."""
-    command, terms, method = code.current_code(context.environ), options.comparison_terms(-1), _stored_text(base)
+    runner = ScenarioRunner(code.current_code(context.environ), scenario, out, context.progress)
+    terms, method = options.comparison_terms(-1), _stored_text(base)
     notes = (*notes, f"{MEASURED_APART_NOTE}; --against CODE runs old code in turns with the current code")
-    run_preparation(command, scenario, out, context.progress)
+    runner.prepare()
     jobs: list[MeasuredJob] = []
     while True:
         repeat = len(jobs) + 1
-        jobs.append(measure_repeat(command, scenario, out, repeat, max(repeat, options.rounds), context.progress))
+        jobs.append(runner.measure(repeat, max(repeat, options.rounds)))
         if repeat < options.max_rounds and not is_judged_after(repeat, options.rounds):
             continue
         result = judge_jobs(base.jobs, jobs, terms, precision=base.precision, method=method, notes=notes)

@@ -27,16 +27,7 @@ from supertuner.tools.baseline.recorder import MeasurementRecorder
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-RECORDED_PACKAGES: Final = (
-    "torch",
-    "diffusers",
-    "transformers",
-    "peft",
-    "lycoris-lora",
-    "torchao",
-    "numpy",
-    "safetensors",
-)
+RECORDED_PACKAGES = ("torch", "diffusers", "transformers", "peft", "lycoris-lora", "torchao", "numpy", "safetensors")
 """Packages whose versions affect a step's time and result."""
 PROFILER_SCHEDULE: Final = {"wait": 3, "warmup": 2, "active": 5, "repeat": 1}
 """torch.profiler.schedule: steps to wait, to warm up, and to record, once."""

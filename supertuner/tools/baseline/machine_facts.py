@@ -9,14 +9,9 @@ from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
 
 COMPARED_VARIABLES: Final = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "CUDA_LAUNCH_BLOCKING",
-    "LD_PRELOAD",
-)
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+    "CUDA_LAUNCH_BLOCKING", "LD_PRELOAD",
+)  # fmt: skip
 COMPARED_FACTS: Final = ("cpu", "cpus", "arch", "gpus")
 """Facts that must be equal for times to be comparable."""
 
@@ -47,11 +42,8 @@ def comparable_facts(report: Mapping[str, Any]) -> dict[str, JSON]:
 
 def differences(old: Mapping[str, JSON], new: Mapping[str, JSON], names: Iterable[str] = COMPARED_FACTS) -> list[str]:
     """The facts or variables among `names` that differ, as text."""
-    return [
-        f"{name} was {_value_text(old.get(name))}, is {_value_text(new.get(name))}"
-        for name in names
-        if old.get(name) != new.get(name)
-    ]
+    changed = [name for name in names if old.get(name) != new.get(name)]
+    return [f"{name} was {_value_text(old.get(name))}, is {_value_text(new.get(name))}" for name in changed]
 
 
 def compared_variables(environ: Mapping[str, str]) -> dict[str, str]:

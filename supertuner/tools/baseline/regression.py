@@ -155,6 +155,10 @@ class JobSides:
     new: Sequence[MeasuredJob]
     terms: ComparisonTerms
 
+    @property
+    def both(self) -> tuple[Sequence[MeasuredJob], Sequence[MeasuredJob]]:
+        return self.old, self.new
+
     def step_time(self) -> ComparedFigure:
         """The step time: medians over blocks of the ratio between each step and the same step of the other side.
 
@@ -166,10 +170,8 @@ class JobSides:
 
         unit = "s" if same_schedule(self.old[0], self.new[0]) else "s/sample"
         interval = self._interval_of_steps(value_of, sums=False)
-        a, b = (
-            statistics.median([value_of(step) for job in side for step in _steps_after_warmup(job)])
-            for side in (self.old, self.new)
-        )
+        values = ([value_of(step) for job in side for step in _steps_after_warmup(job)] for side in self.both)
+        a, b = map(statistics.median, values)
         note = "median, from the first batch to the weight update"
         return self._judge_steps(ComparedFigure("step", unit, a, b, interval, self.terms.limit, note=note), value_of)
 
@@ -180,7 +182,7 @@ class JobSides:
             return step.wall_s / step.window
 
         interval = self._interval_of_steps(value_of, sums=True)
-        a, b = (statistics.median([1 / job.samples_per_s for job in side]) for side in (self.old, self.new))
+        a, b = (statistics.median([1 / job.samples_per_s for job in side]) for side in self.both)
         note = "includes logging, saving and validation between steps"
         figure = ComparedFigure("time per sample", "s/sample", a, b, interval, self.terms.limit, note=note)
         return self._judge_steps(figure, value_of)
@@ -189,9 +191,7 @@ class JobSides:
         """Time from the command to the first step; starts with ready data are compared separately from cold ones."""
         limit = max(self.terms.limit, START_LIMIT)
         for cold in (False, True):
-            sides = [
-                [job.start.first_step_s for job in side if job.start.cold is cold] for side in (self.old, self.new)
-            ]
+            sides = [[job.start.first_step_s for job in side if job.start.cold is cold] for side in self.both]
             if all(sides):
                 note = "from the command to the first step, " + ("with data encoding" if cold else "data ready")
                 figure = self._figure_of_values("start", "s", sides, limit, note)
@@ -204,7 +204,7 @@ class JobSides:
         """Peak memory by kind, for kinds that both sides report and that exceed MIN_MEMORY_DIFFERENCE."""
         figures = []
         for kind in dict.fromkeys(kind for job in (*self.old, *self.new) for kind in job.peaks):
-            sides = [[job.peaks[kind] for job in side if job.peaks.get(kind)] for side in (self.old, self.new)]
+            sides = [[job.peaks[kind] for job in side if job.peaks.get(kind)] for side in self.both]
             if not all(sides) or max(map(max, sides)) < MIN_MEMORY_DIFFERENCE:
                 continue
             figure = self._figure_of_values(f"peak {kind}", "bytes", sides, self.terms.limit)
@@ -231,7 +231,7 @@ class JobSides:
         length = min(len(job.steps) for job in (*self.old, *self.new))
         indices = _counted_step_indices(length, turn_steps)
         size = turn_steps if not sums and turn_steps > 0 else max(1, len(indices) // BLOCK_COUNT)
-        old, new = ([[value_of(step) for step in job.steps] for job in side] for side in (self.old, self.new))
+        old, new = ([[value_of(step) for step in job.steps] for job in side] for side in self.both)
         if turn_steps >= 0:
             pairs = zip(new, old, strict=True)
             return confidence_interval([_block_log_ratios(b, a, indices, size, sums) for b, a in pairs], looks)
@@ -250,7 +250,7 @@ class JobSides:
         is_undecided = figure.verdict is RegressionVerdict.UNDECIDED
         if not (is_undecided or prefer_quickest) or min(len(self.old), len(self.new)) < 2:
             return figure
-        sides = [[_quickest_step_time(job, value_of) for job in side] for side in (self.old, self.new)]
+        sides = [[_quickest_step_time(job, value_of) for job in side] for side in self.both]
         if not all(value for side in sides for value in side):
             return figure
         if self.terms.turn_steps >= 0:

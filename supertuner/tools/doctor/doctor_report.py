@@ -164,9 +164,7 @@ def report_path(path: Path, overwrite: bool) -> Path:
             f"{path} exists and is not a report of `supertuner doctor`; name another with --report, or give --overwrite"
         )
     if not os.access(target.parent, os.W_OK):
-        raise SuperTunerError(
-            f"--report {path}: its folder is not writable; name a file in a writable folder with --report"
-        )
+        raise SuperTunerError(f"--report {path}: its folder is not writable; name a file in a writable folder")
     return target
 
 

@@ -53,6 +53,8 @@ class AdapterInspection:
     experts: tuple[str, ...]
     """The experts that it is for, by its keys, its metadata or its name; empty: not known."""
     keys: int
+    matched: int
+    """Keys that belong to a layer."""
     unknown: Mapping[str, str]
     """Key that belongs to no layer → the reason."""
     kinds: Mapping[str, int]
@@ -87,7 +89,7 @@ class AdapterInspection:
             "families": list(self.families),
             "experts": list(self.experts),
             "keys": self.keys,
-            "matched": self.keys - len(self.unknown),
+            "matched": self.matched,
             "unknown": dict(self.unknown),
             "kinds": dict(self.kinds),
             "ranks": {str(rank): count for rank, count in sorted(self.ranks.items())},
@@ -144,6 +146,7 @@ def inspect_adapter(file: AdapterFile) -> AdapterInspection:
         families=tuple(reading.families),
         experts=key_experts or ((file.expert,) if file.expert else ()),
         keys=len(file.entries),
+        matched=len(reading.names),
         unknown=dict(reading.unknown),
         kinds=dict(kinds),
         ranks=dict(ranks),
