@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from supertuner import data as data
     from supertuner import memory as memory
     from supertuner.api import adapters as adapters
+    from supertuner.api import arenas as arenas
+    from supertuner.api import checkpoints as checkpoints
     from supertuner.api import hints as hints
     from supertuner.api.callbacks import SavedCheckpoint as SavedCheckpoint
     from supertuner.api.callbacks import TrainingCallback as TrainingCallback
     from supertuner.api.callbacks import TrainingControl as TrainingControl
     from supertuner.api.callbacks import ValidationReport as ValidationReport
     from supertuner.api.configuration import load_config as load_config
+    from supertuner.api.configuration import render_config as render_config
     from supertuner.api.forecasting import RunPlan as RunPlan
     from supertuner.api.forecasting import estimate as estimate
     from supertuner.api.forecasting import plan as plan
@@ -37,10 +40,14 @@ if TYPE_CHECKING:
     from supertuner.core import errors as errors
     from supertuner.core.errors import SuperTunerError as SuperTunerError
     from supertuner.plan.forecast.results import RunForecast as RunForecast
+    from supertuner.runs.request_client import send_request as send_request
+    from supertuner.runs.run_reader import open_run as open_run
     from supertuner.sinks.training_events import StepRecord as StepRecord
 
 _MODULES = {
     "adapters": "supertuner.api.adapters",
+    "arenas": "supertuner.api.arenas",
+    "checkpoints": "supertuner.api.checkpoints",
     "data": "supertuner.data",
     "errors": "supertuner.core.errors",
     "hints": "supertuner.api.hints",
@@ -62,6 +69,9 @@ _MEMBERS = {
     "ValidationReport": "supertuner.api.callbacks",
     "estimate": "supertuner.api.forecasting",
     "load_config": "supertuner.api.configuration",
+    "open_run": "supertuner.runs.run_reader",
+    "render_config": "supertuner.api.configuration",
+    "send_request": "supertuner.runs.request_client",
 }
 """Public name → the module that defines it."""
 _FUNCTIONS_OF_PACKAGES = {"plan": "supertuner.api.forecasting", "train": "supertuner.api.training"}
@@ -80,13 +90,18 @@ __all__ = [
     "ValidationReport",
     "__version__",
     "adapters",
+    "arenas",
+    "checkpoints",
     "data",
     "errors",
     "estimate",
     "hints",
     "load_config",
     "memory",
+    "open_run",
     "plan",
+    "render_config",
+    "send_request",
     "train",
 ]
 

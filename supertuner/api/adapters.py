@@ -1,4 +1,4 @@
-"""Loads adapter files of any program, writes them with other key names, and merges them into models."""
+"""Inspects and loads adapter files of any program, writes them for other programs, and merges them into models."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from supertuner.train.export.adapter_files import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from supertuner.train.export.adapter_inspect import AdapterInspection
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -92,6 +94,31 @@ class MergedModel:
         return {"path": str(self.path), "changed_layers": dict(self.changed_layers)}
 
 
+def inspect(path: PathLike, *, family: str | None = None) -> AdapterInspection:
+    """Describe an adapter file: key scheme, experts, kinds, ranks, scales, norms, unknown keys and metadata.
+
+    Args:
+        path: The .safetensors file.
+        family: The model family, if the names of the layers fit several.
+
+    Returns:
+        The description. Its `not_finite` lists keys whose tensors contain NaN or infinite values.
+
+    Raises:
+        ModelError: The file is damaged, or none of its keys is known.
+    """
+    from supertuner.train.export.adapter_inspect import inspect_adapter
+
+    return inspect_adapter(open_adapter(Path(path), family))
+
+
+def schemes() -> dict[str, str]:
+    """The key schemes that adapters can be written in: name → an example of a key."""
+    from supertuner.train.export.adapter_export import example_key
+
+    return {name: example_key(scheme) for name, scheme in KEY_SCHEMES.items()}
+
+
 def load(
     path: PathLike,
     *,
@@ -104,7 +131,7 @@ def load(
 
     Args:
         path: The .safetensors file.
-        scheme: The key scheme of the result; `supertuner adapter schemes` lists them.
+        scheme: The key scheme of the result; see `schemes`.
         family: The model family, if the names of the layers fit several.
         expert: The expert, if neither the keys nor the file name show it.
         partial: Leave out unknown keys instead of raising ModelError.
@@ -139,7 +166,7 @@ def convert(
 
     Args:
         path: The .safetensors file.
-        scheme: The key scheme to write; `supertuner adapter schemes` lists them.
+        scheme: The key scheme to write; see `schemes`.
         out: The new file. None: beside `path`, with the name of the scheme.
         family: The model family, if the names of the layers fit several.
         expert: The expert, if neither the keys nor the file name show it.
@@ -154,6 +181,45 @@ def convert(
     target = Path(out) if out is not None else file.path.with_name(f"{file.path.stem}.{scheme}.safetensors")
     count = convert_adapter(file, key_scheme, target, overwrite=overwrite, family=family)
     return AdapterConversion(target, count, file.reading.scheme.name, scheme, file.reading.summary())
+
+
+def export(
+    path: PathLike,
+    program: str,
+    out: PathLike | None = None,
+    *,
+    family: str | None = None,
+    expert: str | None = None,
+    partial: bool = False,
+    overwrite: bool = False,
+) -> list[AdapterConversion]:
+    """Write an adapter for a program: one file per expert, with the key names that the program reads.
+
+    Either all files are written or none.
+
+    Args:
+        path: The .safetensors file.
+        program: "diffusers" or "comfyui".
+        out: The new file. None: beside `path`. The name of the expert is added if there are several.
+        family: The model family, if the names of the layers fit several.
+        expert: The expert, if neither the keys nor the file name show it.
+        partial: Leave out unknown keys instead of raising ModelError.
+        overwrite: Replace existing files.
+
+    Raises:
+        ModelError: The file is damaged or has unknown keys; the program cannot load this kind of adapter; or a file
+            exists.
+    """
+    from supertuner.train.export.adapter_export import export_adapter
+
+    file = open_adapter_file(path, family=family, expert=expert, partial=partial)
+    target = None if out is None else Path(out)
+    scheme, counts = export_adapter(file, program, target, overwrite=overwrite, family=family)
+    reading = file.reading
+    return [
+        AdapterConversion(exported, count, reading.scheme.name, scheme.name, reading.summary())
+        for exported, count in counts.items()
+    ]
 
 
 def merge(
@@ -191,12 +257,12 @@ def open_adapter_file(
     """Open an adapter file by its header, with its expert set. Raises ModelError if it is damaged, a part of a
     checkpoint, or has unknown keys and `partial` is false."""
     if expert is not None and expert not in expert_names():
-        raise ModelError(f"--expert is {expert!r}; known experts: {', '.join(expert_names())}")
+        raise ModelError(f"{expert!r} is not an expert; known experts: {', '.join(expert_names())}")
     file_path = Path(path)
     refuse_checkpoint_part(file_path)
     file = open_adapter(file_path, family)
     if file.reading.unknown and not partial:
-        raise ModelError(f"{file_path}: {file.reading.summary()}; use --partial to leave them out")
+        raise ModelError(f"{file_path}: {file.reading.summary()}; use partial to leave them out")
     return with_expert(file, expert)
 
 

@@ -1,13 +1,15 @@
-"""Loads a configuration for the functions of the API."""
+"""Loads a configuration for the functions of the API, and writes it as a file."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from supertuner.config.sources.load import LoadedConfig
 from supertuner.config.sources.load import load_config as load_checked_config
+from supertuner.config.sources.render import canonical_tree, render_tree
 from supertuner.core.types import JSON
 
 
@@ -31,3 +33,18 @@ def load_config(
     """
     settings = source if source is None or isinstance(source, Mapping) else Path(source)
     return load_checked_config(settings, overrides=overrides, check_paths=False)
+
+
+def render_config(
+    config: LoadedConfig, language: Literal["json", "yaml", "toml"], *, folder: str | os.PathLike[str] = "."
+) -> str:
+    """A configuration as the text of a file, under SuperTuner's own names.
+
+    It contains what the sources of the configuration set, not the defaults. Paths are relative to `folder`.
+
+    Args:
+        config: The configuration, from `load_config`; it may come from SimpleTuner or ai-toolkit.
+        language: The format of the text.
+        folder: The folder that the file will be in.
+    """
+    return render_tree(canonical_tree(config.provenance, Path(folder).absolute()), language)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from supertuner.config.sources.load import LoadedConfig
+from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
 from supertuner.plan.forecast.results import RunForecast
 from supertuner.plan.forecast.target_machine import find_machine_capacity
 from supertuner.plan.placement.plan import MemoryPlan
+from supertuner.sinks.console import ConsoleSink
+
+if TYPE_CHECKING:
+    from supertuner.plan.forecast.forecast import RunEstimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +67,32 @@ def estimate(
         OptionError: The machine is not known.
         ModelError: The model must be downloaded first, or cannot process a bucket of the data.
     """
-    capacity = find_machine_capacity(machine, HostFacts())
-    from supertuner.plan.forecast.forecast import EstimateOptions, estimate_run
+    return estimate_runs([config], machine, samples=samples, compute_share=compute_share, advise=advise)[0].forecast
 
-    return estimate_run(config.config, capacity, EstimateOptions(samples, compute_share, advise)).forecast
+
+def estimate_runs(
+    configs: Sequence[LoadedConfig],
+    machine: str | None = None,
+    *,
+    samples: int | None = None,
+    compute_share: float | None = None,
+    advise: bool = True,
+    console: ConsoleSink | NullSink | None = None,
+) -> list[RunEstimate]:
+    """Like `estimate`, for several configurations on the same machine; the results also have the traces.
+
+    Changes of the settings (`advise`) are evaluated only for the first configuration. `console` shows progress.
+    """
+    capacity = find_machine_capacity(machine, HostFacts())
+    progress = console or NullSink()
+    with progress.phase("loading libraries"):  # torch and diffusers: this import takes seconds
+        from supertuner.plan.forecast.forecast import EstimateOptions, estimate_run
+    return [
+        estimate_run(
+            config.config, capacity, EstimateOptions(samples, compute_share, advise and not at), progress, progress
+        )
+        for at, config in enumerate(configs)
+    ]
 
 
 def plan(config: LoadedConfig, machine: str | None = None, *, samples: int | None = None) -> RunPlan:

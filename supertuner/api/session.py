@@ -112,14 +112,14 @@ def open_session(
 
 def run_name(loaded: LoadedConfig, saved_config: SavedConfig) -> str:
     """The name of the run and of its folder."""
-    return loaded.config.run.name or f"{Path(loaded.source_name).stem}-{saved_config.digest[:8]}"
+    return loaded.config.run.name or f"{Path(loaded.file_name).stem}-{saved_config.digest[:8]}"
 
 
 def build_saved_config(loaded: LoadedConfig) -> SavedConfig:
     """The configuration in the form in which a run's folder stores it."""
     return SavedConfig(
         file_content=loaded.file_content,
-        extension=Path(loaded.source_name).suffix,
+        extension=Path(loaded.file_name).suffix,
         resolved=loaded.config.model_dump(mode="json"),
         origins=loaded.origins,
         attachments=loaded.attachments,

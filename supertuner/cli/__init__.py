@@ -8,19 +8,20 @@ from typing import Annotated
 
 import typer
 
-from supertuner.cli.adapter import app as adapter
-from supertuner.cli.arena import app as arena
-from supertuner.cli.baseline import app as baseline
-from supertuner.cli.cache import app as cache
-from supertuner.cli.checkpoint import app as checkpoint
-from supertuner.cli.config import app as config
-from supertuner.cli.data import register as register_data
-from supertuner.cli.doctor import register as register_doctor
-from supertuner.cli.estimate import register as register_estimate
-from supertuner.cli.quickstart import register as register_quickstart
-from supertuner.cli.run import app as run
-from supertuner.cli.run import register as register_validate
-from supertuner.cli.train import register as register_train
+from supertuner.cli import (
+    adapter,
+    arena,
+    baseline,
+    cache,
+    checkpoint,
+    config,
+    data,
+    doctor,
+    estimate,
+    quickstart,
+    run,
+    train,
+)
 from supertuner.core.errors import ConfigError, SuperTunerError
 
 TRAIN_EXTRA_MODULES = frozenset(
@@ -39,19 +40,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-register_quickstart(app)
-register_train(app)
-register_estimate(app)
-register_data(app)
-register_validate(app)
-register_doctor(app)
-app.add_typer(config, name="config")
-app.add_typer(arena, name="arena")
-app.add_typer(cache, name="cache")
-app.add_typer(run, name="run")
-app.add_typer(checkpoint, name="checkpoint")
-app.add_typer(adapter, name="adapter")
-app.add_typer(baseline, name="baseline")
+for command in (
+    quickstart.quickstart, train.train, estimate.estimate, data.stage, data.preview, data.sample_data, run.validate,
+    doctor.doctor, doctor.env,
+):  # fmt: skip
+    app.command()(command)
+for group in (config, arena, cache, run, checkpoint, adapter, baseline):
+    app.add_typer(group.app, name=group.__name__.rpartition(".")[2])
 
 
 def _print_version(wanted: bool) -> None:
@@ -92,9 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except OSError as error:  # one that no package handles: print the file and the system's reason
         where = f"{error.filename}: " if error.filename is not None else ""
-        typer.echo(
-            f"{where}{error.strerror or error}; the system refused this, and the command cannot continue", err=True
-        )
+        problem = f"{where}{error.strerror or error}"
+        typer.echo(f"{problem}; the system refused this, and the command cannot continue", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)

@@ -32,17 +32,15 @@ def inspect(
 ) -> None:
     """Print the naming scheme, experts, ranks, norms and origin of an adapter. Exits with 1 if a value is not
     finite."""
-    from supertuner.tools.adapter_inspect import inspect_adapter, inspection_record
-    from supertuner.train.export.adapter_files import open_adapter
+    from supertuner.api import adapters
 
-    adapter_file = open_adapter(file, family)
-    report = inspection_record(adapter_file, inspect_adapter(adapter_file))
+    report: dict[str, Any] = adapters.inspect(file, family=family).to_dict()
     if as_json:
         typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         _print_report(report)
     if report["not_finite"]:
-        typer.echo(f"of {len(adapter_file.entries)} tensors, these are not finite: {report['not_finite']}", err=True)
+        typer.echo(f"of {report['keys']} tensors, these are not finite: {report['not_finite']}", err=True)
         raise typer.Exit(1)
 
 
@@ -74,13 +72,12 @@ def export(
     force: ForceOption = False,
 ) -> None:
     """Write an adapter for a program: one file per expert, with the key names that the program reads."""
-    from supertuner.api.adapters import open_adapter_file
-    from supertuner.tools.adapter_export import export_adapter
+    from supertuner.api import adapters
 
-    adapter_file = open_adapter_file(file, family=family, expert=expert, partial=partial)
-    for exported_path, count in export_adapter(adapter_file, program, out, overwrite=force, family=family):
-        typer.echo(f"{exported_path}: {count} tensors for {program}")
-    typer.echo(adapter_file.reading.summary())
+    exported = adapters.export(file, program, out, family=family, expert=expert, partial=partial, overwrite=force)
+    for done in exported:
+        typer.echo(f"{done.path}: {done.tensors} tensors for {program}")
+    typer.echo(exported[0].summary)
 
 
 @app.command()
@@ -104,31 +101,27 @@ def merge(
 @app.command()
 def schemes() -> None:
     """List the naming schemes, each with an example key."""
-    from supertuner.models.adapters.keys_schemes import KEY_SCHEMES
-    from supertuner.tools.adapter_export import example_key
+    from supertuner.api import adapters
 
-    for name, scheme in KEY_SCHEMES.items():
-        typer.echo(f"{name:34} {example_key(scheme)}")
+    for name, example in adapters.schemes().items():
+        typer.echo(f"{name:34} {example}")
 
 
 def _print_report(report: dict[str, Any]) -> None:
     from supertuner.core.types import bytes_text
 
-    count_texts = {
-        name: ", ".join(f"{label} ({n})" for label, n in report[name].items()) for name in ("kinds", "ranks", "scales")
-    }
+    counts = (report[name].items() for name in ("kinds", "ranks", "scales"))
+    kinds, ranks, scales = (", ".join(f"{label} ({n})" for label, n in items) for items in counts)
     typer.echo(f"{report['file']}: {bytes_text(report['nbytes'])}, {', '.join(report['dtypes'])}")
     typer.echo(f"  scheme    {report['scheme']}; family {' or '.join(report['families'])}")
     typer.echo(f"  expert    {' and '.join(report['experts']) or 'unknown'}")
-    ranks, scales = (count_texts[name] or "none" for name in ("ranks", "scales"))
-    typer.echo(f"  layers    {count_texts['kinds']}; rank {ranks}; scale {scales}")
+    typer.echo(f"  layers    {kinds}; rank {ranks or 'none'}; scale {scales or 'none'}")
     if report["norm"] is not None:
         largest = ", ".join(f"{layer} {norm:.3g}" for layer, norm in report["largest"].items())
         typer.echo(f"  norm      {report['norm']:.4g} in total; largest: {largest}")
-    loads = [family for family, reads in report["comfyui"].items() if reads]
-    typer.echo(
-        f"  ComfyUI   {'reads these names' if loads else 'does not read these names; see `supertuner adapter export`'}"
-    )
+    loads = any(report["comfyui"].values())
+    comfyui = "reads these names" if loads else "does not read these names; see `supertuner adapter export`"
+    typer.echo(f"  ComfyUI   {comfyui}")
     typer.echo(f"  keys      {report['matched']} of {report['keys']} matched")
     for key, reason in report["unknown"].items():
         typer.echo(f"            {key}: {reason}")

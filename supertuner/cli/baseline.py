@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +15,7 @@ from supertuner.cli.options import ConfigArgument, SetOption
 from supertuner.core.errors import BaselineError, OptionError, SuperTunerError
 
 if TYPE_CHECKING:
+    from supertuner.tools.baseline.measured_process import MeasurementContext
     from supertuner.tools.baseline.regression import ComparisonResult
 
 
@@ -79,43 +82,25 @@ def capture(  # many parameters: one parameter per option
 
     Runs of CONFIG are not touched: a capture uses its own run folders and removes them.
     """
-    from supertuner.config.sources import environment
-    from supertuner.sinks.console import ConsoleSink
+    from supertuner.tools.baseline import peer_ratios as ratios
     from supertuner.tools.baseline.baseline_capture import CaptureOptions, capture_baseline
     from supertuner.tools.baseline.baseline_report import baseline_summary
+    from supertuner.tools.baseline.rounds import ComparisonOptions
 
     if peer is not None:
         _refuse_options({"--profile": profile}, "--peer stores only ratios: leave out {}, or leave out --peer")
-        from supertuner.tools.baseline import peer_ratios as ratios
-        from supertuner.tools.baseline.rounds import ComparisonOptions
-
-        with ConsoleSink() as console:
-            captured_ratios = ratios.capture_ratios(
-                ratios.new_ratios_path(folder, name, replace),
-                config,
-                peer,
-                ComparisonOptions(rounds=repeats, max_rounds=3 * repeats, steps=steps),
-                sets=sets or (),
-                environ=environment.current_environment(),
-                progress=console,
-            )
-        typer.echo("\n".join(ratios.ratio_lines(captured_ratios)))
-        typer.echo(
-            f"\nstored in {folder / name}; compare with `supertuner baseline check {name} {config} --peer {peer}`"
-        )
-        return
-    with ConsoleSink() as console:
-        path, baseline = capture_baseline(
-            folder,
-            name,
-            config,
-            CaptureOptions(steps, repeats, replace, profile),
-            sets=sets or (),
-            environ=environment.current_environment(),
-            progress=console,
-        )
-    typer.echo("\n".join(baseline_summary(baseline)))
-    typer.echo(f"\nstored in {path}; compare with `supertuner baseline check {name}`")
+        path = ratios.new_ratios_path(folder, name, replace)
+        options = ComparisonOptions(rounds=repeats, max_rounds=3 * repeats, steps=steps)
+        with _measurement() as context:
+            lines = ratios.ratio_lines(ratios.capture_ratios(path, config, sets or (), peer, options, context))
+        command = f"supertuner baseline check {name} {config} --peer {peer}"
+    else:
+        with _measurement() as context:
+            capture_options = CaptureOptions(steps, repeats, replace, profile)
+            path, baseline = capture_baseline(folder, name, config, sets or (), capture_options, context)
+        lines, command = baseline_summary(baseline), f"supertuner baseline check {name}"
+    typer.echo("\n".join(lines))
+    typer.echo(f"\nstored in {path}; compare with `{command}`")
 
 
 @app.command("ls")
@@ -161,41 +146,22 @@ def check(  # many parameters: one parameter per option
     Exit codes: 0: no regression; 1: a regression; 2: the check failed; 3: undecided, because of noise or because this
     is another machine. The report is stored in the baseline's folder as check.md and check.json.
     """
-    from supertuner.config.sources import environment
-    from supertuner.sinks.console import ConsoleSink
     from supertuner.tools.baseline import baseline_check as checking
+    from supertuner.tools.baseline import peer_ratios as ratios
     from supertuner.tools.baseline.rounds import ComparisonOptions
 
     options = ComparisonOptions(limit / 100, repeats, most or 3 * repeats, steps, against, stored)
     if peer is not None:
-        from supertuner.tools.baseline import peer_ratios as ratios
-
         path = folder / name
         unusable_options = {"--against": against is not None, "--stored": stored}
         _refuse_options(unusable_options, "--peer compares with the peer script: leave out {}, or leave out --peer")
         if config is None:
             raise OptionError("a baseline of ratios stores no configuration: give CONFIG")
-        with ConsoleSink() as console:
-            comparison = ratios.check_ratios(
-                path,
-                config,
-                peer,
-                options,
-                sets=sets or (),
-                environ=environment.current_environment(),
-                progress=console,
-            )
+        with _measurement() as context:
+            comparison = ratios.check_ratios(path, config, sets or (), peer, options, context)
         _report_and_exit(f"Baseline {path.name}, against {peer.name}", comparison, None, as_json)
-    with ConsoleSink() as console:
-        path, comparison = checking.check_baseline(
-            folder,
-            name,
-            options,
-            config=config,
-            sets=sets or (),
-            environ=environment.current_environment(),
-            progress=console,
-        )
+    with _measurement() as context:
+        path, comparison = checking.check_baseline(folder, name, options, context, config=config, sets=sets or ())
     _report_and_exit(f"Baseline {path.name}, now", comparison, path / "check", as_json)
 
 
@@ -217,30 +183,33 @@ def compare(  # many parameters: one parameter per option
 
     Exit codes as for `check`. The report is stored in B's folder as against-A.md and against-A.json.
     """
-    from supertuner.config.sources import environment
-    from supertuner.sinks.console import ConsoleSink
     from supertuner.tools.baseline import baseline_check as checking
     from supertuner.tools.baseline.baseline_capture import DEFAULT_REPEATS
     from supertuner.tools.baseline.rounds import ComparisonOptions
 
     if not again:
         unusable_options = {"--steps": steps is not None, "--repeats": repeats is not None, "--most": most is not None}
-        _refuse_options(
-            unusable_options,
-            "{} has no effect without --again: add --again, or leave it out",
-        )
+        _refuse_options(unusable_options, "{} has no effect without --again: add --again, or leave it out")
     repeats = repeats or DEFAULT_REPEATS
     options = ComparisonOptions(limit / 100, repeats, most or 3 * repeats, steps)
     if again:
-        with ConsoleSink() as console:
-            path, comparison = checking.compare_by_rerunning(
-                folder, (old, new), options, environ=environment.current_environment(), progress=console
-            )
+        with _measurement() as context:
+            path, comparison = checking.compare_by_rerunning(folder, (old, new), options, context)
     else:
         path, comparison = checking.compare_baselines(folder, (old, new), options)
-    _report_and_exit(
-        f"Baseline {path.name} against {Path(old).name}", comparison, path / f"against-{Path(old).name}", as_json
-    )
+    old_name = Path(old).name
+    _report_and_exit(f"Baseline {path.name} against {old_name}", comparison, path / f"against-{old_name}", as_json)
+
+
+@contextmanager
+def _measurement() -> Iterator[MeasurementContext]:
+    """The environment of this process, and the console for progress."""
+    from supertuner.config.sources.environment import current_environment
+    from supertuner.sinks.console import ConsoleSink
+    from supertuner.tools.baseline.measured_process import MeasurementContext
+
+    with ConsoleSink() as console:
+        yield MeasurementContext(current_environment(), console)
 
 
 def _refuse_options(is_given_by_option: dict[str, bool], message: str) -> None:
@@ -251,17 +220,13 @@ def _refuse_options(is_given_by_option: dict[str, bool], message: str) -> None:
 
 def _report_and_exit(title: str, comparison: ComparisonResult, stem: Path | None, as_json: bool) -> None:
     """Print the result, store it as `stem`.json and `stem`.md, and exit with its exit code."""
-    from supertuner.core.durable import write_json, write_text
-    from supertuner.tools.baseline import comparison_report
+    from supertuner.tools.baseline.comparison_report import as_json as to_json
+    from supertuner.tools.baseline.comparison_report import as_markdown, store_report
     from supertuner.tools.baseline.regression import RegressionVerdict
 
-    document, text = comparison_report.as_json(title, comparison), comparison_report.as_markdown(title, comparison)
-    if stem is not None:
-        try:
-            write_json(stem.with_name(f"{stem.name}.json"), document)
-            write_text(stem.with_name(f"{stem.name}.md"), text)
-        except OSError as error:  # the result is still valid, and took long to measure
-            typer.echo(f"the report is not stored: {stem.parent} cannot be written ({error.strerror})", err=True)
+    document, text = to_json(title, comparison), as_markdown(title, comparison)
+    if stem is not None and (problem := store_report(stem, document, text)) is not None:
+        typer.echo(problem, err=True)
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False) if as_json else text.rstrip())
     codes = {RegressionVerdict.WORSE: 1, RegressionVerdict.UNDECIDED: UNDECIDED_EXIT_CODE}
     raise typer.Exit(codes.get(comparison.verdict, 0))

@@ -73,9 +73,8 @@ def show(
     if as_json:
         typer.echo(json.dumps(loaded.to_dict(), indent=2, ensure_ascii=False))
         return
-    rows = [
-        (p, json.dumps(v, ensure_ascii=False), o) for p, v, o in loaded.iter_settings() if everything or o != "default"
-    ]
+    settings = (setting for setting in loaded.iter_settings() if everything or setting[2] != "default")
+    rows = [(path, json.dumps(value, ensure_ascii=False), origin) for path, value, origin in settings]
     width = max((len(path) + len(value) for path, value, _ in rows), default=0)
     for path, value, origin in rows:
         line = f"{path} = {value}"
@@ -96,13 +95,13 @@ def convert(
     sets: SetOption = None,
 ) -> None:
     """Write a configuration under SuperTuner's own names. Paths become relative to the folder of OUT, else of FILE."""
-    from supertuner.config.sources.render import canonical_tree, render_tree
+    from supertuner.api.configuration import render_config
     from supertuner.core import durable
     from supertuner.core.errors import SuperTunerError
 
     loaded = _load(file, sets, no_paths=True)
     language = to or _language_from_suffix(out or file)
-    text = render_tree(canonical_tree(loaded.provenance, (out or file).absolute().parent), language.value)
+    text = render_config(loaded, language.value, folder=(out or file).parent)
     _print_notes(loaded, err=True)
     if out is None:
         typer.echo(text, nl=False)

@@ -11,12 +11,6 @@ import typer
 from supertuner.cli.options import ConfigArgument, JsonOption, SampleLimitOption, SetOption
 
 
-def register(app: typer.Typer) -> None:
-    app.command("stage")(stage)
-    app.command("preview")(preview)
-    app.command("sample-data")(sample_data)
-
-
 def stage(
     config: ConfigArgument,
     sets: SetOption = None,

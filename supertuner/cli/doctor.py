@@ -21,11 +21,6 @@ REQUIREMENT_NAMES = (
 STYLES = {"good": "", "warning": "yellow", "bad": "bold red", "absent": "dim"}
 
 
-def register(app: typer.Typer) -> None:
-    app.command("doctor")(doctor)
-    app.command("env")(env)
-
-
 def doctor(
     oversubscription_scale: Annotated[
         float, typer.Option(min=0.01, max=100, help="Size of the allocation test, as a multiple of GPU memory.")
@@ -54,8 +49,7 @@ def doctor(
 
     Exits with 0 also if there is no GPU; with 1 if a requirement is not met or memory returned wrong values.
     """
-    from supertuner.config.sources import environment
-    from supertuner.core.events import NullSink
+    from supertuner.config.sources.environment import current_environment
     from supertuner.core.host import HostFacts
     from supertuner.sinks.console import ConsoleSink
     from supertuner.tools.doctor import doctor_report as reports
@@ -66,13 +60,9 @@ def doctor(
     report_path = report or (None if as_json else Path(reports.DEFAULT_NAME))
     target = None if report_path is None else reports.report_path(report_path, overwrite)
     scale = None if skip_allocation else oversubscription_scale
-    if as_json:
-        examination = examine_machine(
-            HostFacts(), environment.current_environment(), scale, NullSink(), lambda checks: None
-        )
-    else:
-        page = DoctorPage()
-        examination = examine_machine(HostFacts(), environment.current_environment(), scale, ConsoleSink(), page.show)
+    page = DoctorPage()
+    shown = () if as_json else (ConsoleSink(), page.show)
+    examination = examine_machine(HostFacts(), current_environment(), scale, *shown)
     unmet = unmet_requirements(requirements, examination)
     document = reports.build_report(examination, requirements, unmet)
     if target is not None:
@@ -120,12 +110,11 @@ def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print values, defaults and readers as JSON.")] = False,
 ) -> None:
     """Print the exports of a GH200 job, for eval "$(supertuner env)". Variables that are set keep their values."""
-    from supertuner.config.sources import environment
     from supertuner.config.sources import gh200_exports as exports
+    from supertuner.config.sources.environment import current_environment
 
-    environ = environment.current_environment()
-    if not as_json:
-        for line in exports.export_lines(environ):
-            typer.echo(os.fsencode(line))  # a value that is not UTF-8 is printed with its original bytes
+    if as_json:
+        typer.echo(json.dumps(exports.export_table(current_environment()), indent=2))
         return
-    typer.echo(json.dumps(exports.export_table(environ), indent=2))
+    for line in exports.export_lines(current_environment()):
+        typer.echo(os.fsencode(line))  # a value that is not UTF-8 is printed with its original bytes

@@ -14,10 +14,6 @@ MACHINE_NAMES = "gh200-96, gh200-144, gb200, gb10, mi300a, h100-80-pcie, h100-80
 # a copy of the names in machines.MACHINES, because --help must not import it; a test compares the two
 
 
-def register(app: typer.Typer) -> None:
-    app.command("estimate")(estimate)
-
-
 def estimate(  # many parameters: one parameter per option
     config: ConfigArgument,
     sets: SetOption = None,

@@ -12,10 +12,6 @@ import typer
 from supertuner.cli.options import SetOption
 
 
-def register(app: typer.Typer) -> None:
-    app.command("quickstart")(quickstart)
-
-
 def quickstart(
     folder: Annotated[Path, typer.Option("--dir", help="The folder to write to.")] = Path("quickstart"),
     sets: SetOption = None,

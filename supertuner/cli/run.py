@@ -21,10 +21,6 @@ TimeoutOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("validate")(validate)
-
-
 @app.callback()
 def group() -> None:
     """Show runs."""
@@ -33,7 +29,7 @@ def group() -> None:
 @app.command()
 def show(run: RunArgument, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show the settings of a run, its decisions with their reasons, warnings, figures, and the files it set aside."""
-    from supertuner.runs.run_reader import open_run
+    from supertuner import open_run
 
     summary = open_run(run).summary()
     if as_json:
@@ -56,7 +52,7 @@ def validate(run: RunArgument, no_wait: NoWaitOption = False, timeout: TimeoutOp
 
 def request_and_print(run: Path, kind: RequestKind, no_wait: bool, timeout_s: float | None) -> None:
     """Send the request, wait for the answer and print it. Exits with 1 if the job could not fulfil it."""
-    from supertuner.runs.request_client import send_request
+    from supertuner import send_request
 
     answer = send_request(
         run, kind, wait=not no_wait, timeout_s=timeout_s, report=lambda line: typer.echo(line, err=True)

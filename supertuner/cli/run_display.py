@@ -92,11 +92,8 @@ def _figure_lines(run: RunSummary) -> list[RenderableType]:
         if what in FIGURE_FORMATTERS:
             lines.append(Text(FIGURE_FORMATTERS[what](figures)))
             continue
-        texts = [
-            figure_text(name, value)
-            for name, value in figures.items()
-            if value is not None and not isinstance(value, Mapping)
-        ]
+        plain = {name: value for name, value in figures.items() if value is not None and not isinstance(value, Mapping)}
+        texts = [figure_text(name, value) for name, value in plain.items()]
         lines.append(Text.assemble((what, "bold"), f": {', '.join(texts)}"))
     return lines
 

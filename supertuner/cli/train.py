@@ -19,10 +19,6 @@ VALUELESS_SETTINGS = ("enable_manual_validation",)
 """Flags of the forks that never take a value."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command("train")(train)
-
-
 def train(
     config: ConfigArgument,
     sets: SetOption = None,

@@ -32,13 +32,31 @@ ReportLine = Callable[[str], None]
 
 
 def send_request(
-    run: Path, kind: RequestKind, *, wait: bool, timeout_s: float | None, report: ReportLine
+    run: str | os.PathLike[str],
+    kind: RequestKind,
+    *,
+    wait: bool = True,
+    timeout_s: float | None = None,
+    report: ReportLine = lambda line: None,
 ) -> RequestAnswer | None:
-    """Send a request to the job that trains in folder `run` and return its answer; None without `wait`.
+    """Send a request to the job that trains in folder `run`; it answers after its current window.
 
-    `report` receives lines for people while the job has not answered. If the wait ends early (`timeout_s`, Ctrl-C), the
-    request is withdrawn. Raises RunFolderError if `run` is not a run folder, no job uses it, or the time is over.
+    If the wait ends early (`timeout_s`, Ctrl-C), the request is withdrawn.
+
+    Args:
+        run: The folder of the run.
+        kind: "checkpoint" to save one now, or "validate" for samples and the held-out loss.
+        wait: Wait for the answer; otherwise the request stays in the folder.
+        timeout_s: Stop waiting after this many seconds. None: wait until the job answers.
+        report: Receives lines for people while the job has not answered.
+
+    Returns:
+        The answer, with the path of what the job wrote; None without `wait`.
+
+    Raises:
+        RunFolderError: `run` is not the folder of a run, no job uses it, or the time is over.
     """
+    run = Path(run)
     holder = open_run(run).holder()
     if holder is None:
         raise RunFolderError(f"no job is running in {run}; start it with `supertuner train CONFIG`, then request again")
@@ -84,7 +102,7 @@ def wait_for_answer(run: Path, request_id: str, timeout_s: float | None, report:
         if timeout_s is not None and now - started >= timeout_s:
             raise RunFolderError(
                 f"{run} did not answer within {duration_text(timeout_s)}, and the request was withdrawn; "
-                "wait longer with --timeout, or leave the request there with --no-wait"
+                "give it a longer timeout, or leave the request there without waiting"
             )
         if now - reported >= REPORT_SECONDS:
             reported = now

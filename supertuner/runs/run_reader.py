@@ -10,6 +10,7 @@ Nothing here locks or changes a folder, so a run can be read while it trains.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,8 +123,12 @@ class RunReader:
         return run_folder.read_run_object(self.path / run_folder.RESOLVED_CONFIG_FILE)
 
 
-def open_run(path: Path) -> RunReader:
-    """The run in folder `path`. Raises RunFolderError if it is not a run folder."""
+def open_run(path: str | os.PathLike[str]) -> RunReader:
+    """Read the folder of a run: settings, decisions, losses, events. The run may be training.
+
+    Raises RunFolderError if `path` is not the folder of a run.
+    """
+    path = Path(path)
     if not (path / RUN_FILE).is_file():
         runs = ", ".join(run.name for run in find_runs(path)[:5])
         hint = f"; there are runs below it: {runs}" if runs else ""

@@ -242,7 +242,7 @@ def _require_same_run(path: Path, config: SavedConfig) -> tuple[str, ...]:
 def _resume_hint(path: Path) -> str:
     """How to resume from the newest checkpoint of this run in another run; "" without a checkpoint."""
     newest = max((path / "checkpoints").glob("step-*"), default=None)
-    return "" if newest is None else f" (with --resume {newest} it resumes from there)"
+    return "" if newest is None else f" (with checkpoints.resume={newest} it resumes from there)"
 
 
 def _has_results(path: Path) -> bool:

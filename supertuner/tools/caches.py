@@ -61,10 +61,7 @@ class CacheState:
 
 def build_caches(loaded: LoadedConfig, *, check: bool = False) -> list[CacheBuildResult]:
     """Stage and encode everything that training needs. With `check`, damaged entries are found and encoded again."""
-    with (
-        open_session(loaded) as run_session,
-        open_cache_sets(run_session.config, run_session.context) as cache_sets,
-    ):
+    with open_session(loaded) as session, open_cache_sets(session.config, session.context) as cache_sets:
         return [built for data, caching in cache_sets for built in _build_portion(data, caching, check)]
 
 
@@ -127,10 +124,9 @@ def open_cache_sets(config: RunConfig, context: RunContext) -> Iterator[list[tup
                 continue
             corpus = stack.enter_context(open_corpus(part, context, life=life))
             until = config.validation.held_out_samples if held_out else None
-            caching = open_corpus_caches(
-                config, corpus, encoding, context, until=until, life=life, on_attach=memory.keep_in_host
-            )
-            cache_sets.append((data, stack.enter_context(caching)))
+            keep = memory.keep_in_host
+            caches = open_corpus_caches(config, corpus, encoding, context, until=until, life=life, on_attach=keep)
+            cache_sets.append((data, stack.enter_context(caches)))
         yield cache_sets
 
 
@@ -142,10 +138,8 @@ def _build_portion(data: str, caching: CorpusCaches, check: bool) -> Iterator[Ca
         if store is None:
             continue
         with store:
-            place = store.location
-            yield CacheBuildResult(
-                kind, data, len(unique_keys(caching.keys(kind))[0]), store.entries_made, place.home.path, place.life
-            )
+            entries, place = len(unique_keys(caching.keys(kind))[0]), store.location
+            yield CacheBuildResult(kind, data, entries, store.entries_made, place.home.path, place.life)
 
 
 @contextmanager
@@ -195,6 +189,13 @@ def cache_record(arena: CacheArenaStatus) -> dict[str, JSON]:
     }
 
 
+def cache_row(arena: CacheArenaStatus) -> list[str]:
+    """One arena as a row of a table: name, entries, used entries, size, usage, encoder, folder."""
+    entries, size = "" if arena.info.units is None else str(arena.info.units), bytes_text(arena.info.nbytes)
+    encoder = arena.encoder_fingerprint[:12]
+    return [arena.name, entries, str(arena.used_entries), size, arena.usage, encoder, str(arena.home.path)]
+
+
 def describe_cache(arena: CacheArenaStatus) -> str:
     """One arena as a line of text."""
     entries = "" if arena.info.units is None else f"{arena.info.units} entries, {arena.used_entries} of them used, "
@@ -203,9 +204,6 @@ def describe_cache(arena: CacheArenaStatus) -> str:
 
 def describe_build(result: CacheBuildResult) -> str:
     count = f"{result.encoded} encoded now" if result.encoded else "nothing to encode"
-    lifetime = {"until_removed": "until it is removed", "run": "as long as the run"}.get(
-        str(result.life), f"{result.life} h"
-    )
-    return (
-        f"{result.kind} of {result.data} data: {result.entries} entries, {count}; in {result.folder}, stays {lifetime}"
-    )
+    lifetimes = {"until_removed": "until it is removed", "run": "as long as the run"}
+    stays = lifetimes.get(str(result.life), f"{result.life} h")
+    return f"{result.kind} of {result.data} data: {result.entries} entries, {count}; in {result.folder}, stays {stays}"

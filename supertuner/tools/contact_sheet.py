@@ -10,18 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from supertuner.sinks.drawing import (
-    ACCENT,
-    CARD,
-    INK,
-    MUTED,
-    RULE,
-    drawable_text,
-    load_font,
-    new_sheet,
-    text_width,
-    wrap_text,
-)
+from supertuner.sinks import drawing
+from supertuner.sinks.drawing import ACCENT, CARD, INK, MUTED, RULE, load_font, new_sheet
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -66,8 +56,8 @@ def render_contact_sheet(title: str, note: str, sections: Sequence[ContactSheetS
 
 def _render_heading(title: str, note: str) -> Image:
     block, pen = new_sheet(WIDTH, 96)
-    pen.text((MARGIN, 32), drawable_text(title), INK, load_font(28))
-    pen.text((MARGIN, 70), drawable_text(note), MUTED, load_font(15))
+    pen.text((MARGIN, 32), drawing.drawable_text(title), INK, load_font(28))
+    pen.text((MARGIN, 70), drawing.drawable_text(note), MUTED, load_font(15))
     return block
 
 
@@ -84,9 +74,11 @@ def _render_section(section: ContactSheetSection) -> Image:
     heights = [max(cell.height for cell in row) for row in rows]
     block, pen = new_sheet(WIDTH, 38 + sum(heights) + GAP * (len(rows) - 1))
     pen.rectangle((MARGIN, 4, MARGIN + 4, 24), fill=ACCENT)
-    title = drawable_text(section.title)
+    title = drawing.drawable_text(section.title)
     pen.text((MARGIN + 14, 3), title, INK, load_font(19))
-    pen.text((MARGIN + 26 + text_width(title, 19), 7), drawable_text(section.note), MUTED, load_font(15))
+    pen.text(
+        (MARGIN + 26 + drawing.text_width(title, 19), 7), drawing.drawable_text(section.note), MUTED, load_font(15)
+    )
     top = 38
     for row, height in zip(rows, heights, strict=True):
         left = MARGIN
@@ -102,14 +94,14 @@ def _render_cell(cell: ContactSheetCell) -> Image:
     """A card with the sample's picture, its caption and its file name."""
     picture = {2: _render_waveform, 3: _render_image, 4: _render_clip}[cell.media.ndim](cell)
     width = max(picture.width, 150)
-    lines = wrap_text(cell.caption or "(empty caption)", width, CAPTION_LINES)
+    lines = drawing.wrap_text(cell.caption or "(empty caption)", width, CAPTION_LINES)
     card, pen = new_sheet(width + 16, picture.height + 16 + LINE_HEIGHT * (len(lines) + 1) + 12, CARD)
     card.paste(picture, (8 + (width - picture.width) // 2, 8))
     top = picture.height + 16
     for line in lines:
         pen.text((8, top), line, INK if cell.caption else MUTED, load_font(13))
         top += LINE_HEIGHT
-    pen.text((8, top + 2), wrap_text(cell.file, width, 1)[0], MUTED, load_font(12))
+    pen.text((8, top + 2), drawing.wrap_text(cell.file, width, 1)[0], MUTED, load_font(12))
     return card
 
 
@@ -145,7 +137,7 @@ def _render_waveform(cell: ContactSheetCell) -> Image:
             pen.line((x, middle - float(part.max()), x, middle - float(part.min())), fill=ACCENT)
     pen.text((0, WAVE_HEIGHT + 2), "0 s", MUTED, load_font(12))
     length = f"{cell.seconds:g} s"
-    pen.text((width - text_width(length, 12), WAVE_HEIGHT + 2), length, MUTED, load_font(12))
+    pen.text((width - drawing.text_width(length, 12), WAVE_HEIGHT + 2), length, MUTED, load_font(12))
     return picture
 
 

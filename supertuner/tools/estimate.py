@@ -5,26 +5,26 @@ Nothing is started, staged, loaded or downloaded. Traces are cached, so that a s
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from supertuner.config.settings.run_config import RunConfig
+from supertuner.api.forecasting import estimate_runs
 from supertuner.config.sources.load import load_config
 from supertuner.core.durable import write_bytes
 from supertuner.core.errors import OptionError
-from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON, bytes_text
 from supertuner.plan.forecast.report import align_columns, report_lines
 from supertuner.plan.forecast.results import RunForecast, step_duration_text
-from supertuner.plan.forecast.target_machine import find_machine_capacity
-from supertuner.plan.forecast.what_if import WhatIfComparison, WhatIfResult, compare_values, parse_what_if
 from supertuner.sinks.console import ConsoleSink
 from supertuner.tools.estimate_picture import PassBand, StepMemoryChart, WhatIfBar, WhatIfChart, render_estimate
 
 if TYPE_CHECKING:
     from supertuner.plan.forecast.forecast import RunEstimate
+
+
+WHAT_IF_PATTERN = re.compile(r"\s*(?P<key>[^=]+?)\s*=\s*(?P<values>.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,30 @@ class EstimateRequest:
     compute_share: float | None = None
     advise: bool = True
     what_ifs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class WhatIfResult:
+    """The estimate with one value of the setting."""
+
+    value: str
+    estimate: RunEstimate
+    current: bool
+    """True: the configuration has this value."""
+
+    @property
+    def samples_per_s(self) -> str:
+        """As text; empty: unknown."""
+        timing = self.estimate.forecast.timing
+        return "" if timing is None else f"{timing.window / timing.paces[0].step_s:.3g}"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class WhatIfComparison:
+    """The estimates with each value of one setting."""
+
+    key: str
+    results: tuple[WhatIfResult, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -59,29 +83,47 @@ class EstimateResult:
 
 def run_estimate(request: EstimateRequest, console: ConsoleSink) -> EstimateResult:
     """Raises OptionError or ConfigError for a wrong argument before anything is traced."""
-    capacity = find_machine_capacity(request.machine, HostFacts())
     loaded = load_config(request.config, sets=request.sets, check_paths=False)
-    alternatives = [_load_what_if(text, request) for text in request.what_ifs]
+    what_ifs = [parse_what_if(text) for text in request.what_ifs]
+    alternatives = [
+        load_config(request.config, sets=[*request.sets, f"{key}={value}"], check_paths=False)
+        for key, values in what_ifs
+        for value in values
+    ]
     for note in loaded.notes:
         console.emit(note)
-    with console.phase("loading libraries"):  # torch and diffusers: this import takes seconds
-        from supertuner.plan.forecast.forecast import EstimateOptions, estimate_run
-
-    def estimate(config: RunConfig, advise: bool = False) -> RunEstimate:
-        options = EstimateOptions(request.samples, request.compute_share, advise)
-        return estimate_run(config, capacity, options, console, console)
-
-    return EstimateResult(
-        estimate(loaded.config, request.advise),
-        tuple(compare_values(key, configs, loaded.config, estimate) for key, configs in alternatives),
+    estimate, *others = estimate_runs(
+        [loaded, *alternatives],
+        request.machine,
+        samples=request.samples,
+        compute_share=request.compute_share,
+        advise=request.advise,
+        console=console,
     )
+    remaining = iter(zip(others, (other.config == loaded.config for other in alternatives), strict=True))
+    results = [(key, tuple(WhatIfResult(value, *next(remaining)) for value in values)) for key, values in what_ifs]
+    return EstimateResult(estimate, tuple(WhatIfComparison(*result) for result in results))
 
 
-def _load_what_if(text: str, request: EstimateRequest) -> tuple[str, dict[str, RunConfig]]:
-    """The setting of a `--what-if`, and the configuration with each of its values."""
-    key, values = parse_what_if(text)
-    load = partial(load_config, request.config, check_paths=False)
-    return key, {value: load(sets=[*request.sets, f"{key}={value}"]).config for value in values}
+def parse_what_if(text: str) -> tuple[str, list[str]]:
+    """The setting and its values from `train.batch_size=1,2,4`. Commas inside brackets belong to a value.
+
+    Raises OptionError if `text` has no `=` or an empty value.
+    """
+    match = WHAT_IF_PATTERN.fullmatch(text)
+    if match is None:
+        raise OptionError(f"--what-if {text}: write key=value,value, for example train.batch_size=1,2,4,8")
+    values, depth = [""], 0
+    for character in match["values"]:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            values.append("")
+        else:
+            values[-1] += character
+    stripped = [value.strip() for value in values]
+    if not all(stripped):
+        raise OptionError(f"--what-if {text}: a value is missing between two commas")
+    return match["key"], list(dict.fromkeys(stripped))
 
 
 # ── text and JSON ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -100,33 +142,21 @@ def _what_if_table(what_if: WhatIfComparison) -> list[str]:
     for one in what_if.results:
         forecast = one.estimate.forecast
         timing, fullest = forecast.timing, forecast.fullest_phase
-        pace = None if timing is None else timing.paces[0]
-        total = None if pace is None else pace.total_s
-        rows.append(
-            [
-                one.value + (" (as configured)" if one.current else ""),
-                "" if fullest is None else bytes_text(fullest.all_on_gpu_bytes),
-                forecast.verdict.fit.value,
-                "" if pace is None else step_duration_text(pace.step_s),
-                "" if pace is None or timing is None else f"{timing.window / pace.step_s:.3g}",
-                "" if total is None else step_duration_text(total),
-            ]
-        )
+        times = (None, None) if timing is None else (timing.paces[0].step_s, timing.paces[0].total_s)
+        step, total = ("" if seconds is None else step_duration_text(seconds) for seconds in times)
+        value = one.value + (" (as configured)" if one.current else "")
+        size = "" if fullest is None else bytes_text(fullest.all_on_gpu_bytes)
+        rows.append([value, size, forecast.verdict.fit.value, step, one.samples_per_s, total])
     return align_columns(rows, right_aligned={1, 3, 4, 5})
 
 
 def estimate_json(result: EstimateResult) -> dict[str, JSON]:
     """The forecast (`RunForecast.to_dict`), and under `what_if` those of other values."""
-    return {
-        **result.forecast.to_dict(),
-        "what_if": [
-            {
-                "key": what_if.key,
-                "tried": [{"value": one.value, **one.estimate.forecast.to_dict()} for one in what_if.results],
-            }
-            for what_if in result.what_ifs
-        ],
-    }
+    what_ifs: list[JSON] = []
+    for what_if in result.what_ifs:
+        tried: list[JSON] = [{"value": one.value, **one.estimate.forecast.to_dict()} for one in what_if.results]
+        what_ifs.append({"key": what_if.key, "tried": tried})
+    return {**result.forecast.to_dict(), "what_if": what_ifs}
 
 
 # ── picture ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -180,8 +210,6 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 
 def _what_if_bar(result: WhatIfResult) -> WhatIfBar:
     forecast = result.estimate.forecast
-    timing, fullest = forecast.timing, forecast.fullest_phase
-    pace = None if timing is None else timing.paces[0]
-    rate = "" if pace is None or timing is None else f"{timing.window / pace.step_s:.3g} samples/s"
-    classes = {} if fullest is None else fullest.gpu
-    return WhatIfBar(result.value, classes, None if pace is None else pace.step_s, result.current, rate)
+    classes = {} if forecast.fullest_phase is None else forecast.fullest_phase.gpu
+    rate = f"{result.samples_per_s} samples/s" if result.samples_per_s else ""
+    return WhatIfBar(result.value, classes, forecast.step_seconds, result.current, rate)

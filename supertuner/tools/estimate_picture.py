@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -183,10 +183,8 @@ def _draw_areas(memory: _MemoryAxes, chart: StepMemoryChart, order: Sequence[str
     fullest = [one + int(total[one:end].argmax()) for one, end in zip(first.tolist(), until.tolist(), strict=True)]
     lower = np.zeros(PLOT_WIDTH + 1)
     for name, upper in zip(order, np.cumsum(values[:, [*fullest, fullest[-1]]], axis=0) / memory.unit, strict=True):
-        colour, present = COLOURS.get(name, OTHER_COLOUR), upper > lower
-        memory.axes.fill_between(
-            begins, lower, upper, where=present, step="post", color=colour, linewidth=EDGE_WIDTH, zorder=2
-        )
+        style: dict[str, Any] = {"color": COLOURS.get(name, OTHER_COLOUR), "linewidth": EDGE_WIDTH, "zorder": 2}
+        memory.axes.fill_between(begins, lower, upper, where=upper > lower, step="post", **style)
         lower = upper
 
 
@@ -234,18 +232,16 @@ def _draw_what_if(figure: Figure, what_if: WhatIfChart, top: int) -> None:
     memory.axes.set_xlim(0, max(1, len(what_if.bars)))
     memory.axes.set_xticks([])
     _draw_limit(memory, what_if.limit_bytes, what_if.limit_name)
-    order = stacking_order(
-        sorted({name for bar in what_if.bars for name, size in bar.bytes_by_class.items() if size > 0})
-    )
+    names = {name for bar in what_if.bars for name, size in bar.bytes_by_class.items() if size > 0}
+    order = stacking_order(sorted(names))
     slot_px = PLOT_WIDTH / max(1, len(what_if.bars))
     for number, bar in enumerate(what_if.bars):
         below, width = 0.0, min(slot_px * 0.56, MAX_BAR_WIDTH) / slot_px
         for name in order:
             if size := bar.bytes_by_class.get(name, 0) / memory.unit:
                 colour = COLOURS.get(name, OTHER_COLOUR)
-                memory.axes.bar(
-                    number + 0.5, size, width, below, color=colour, edgecolor=colour, linewidth=EDGE_WIDTH, zorder=2
-                )
+                style: dict[str, Any] = {"color": colour, "edgecolor": colour, "linewidth": EDGE_WIDTH, "zorder": 2}
+                memory.axes.bar(number + 0.5, size, width, below, **style)
             below += size
         _draw_bar_text(memory, bar, number + 0.5, slot_px - 6)
     current = next((bar for bar in what_if.bars if bar.current), None)
@@ -265,9 +261,8 @@ def _draw_bar_text(memory: _MemoryAxes, bar: WhatIfBar, x: float, max_width: flo
     seconds = "" if bar.seconds is None else f"{step_duration_text(bar.seconds)} a step"
     lines = ((label, 14, 10, INK), (seconds or bar.note, 13, 32, MUTED), (bar.note if seconds else "", 13, 50, MUTED))
     for text, size, below, colour in lines:
-        add_text(
-            memory.figure, middle, memory.bottom + below, text, size, max_width=max_width, ha="center", color=colour
-        )
+        top = memory.bottom + below
+        add_text(memory.figure, middle, top, text, size, max_width=max_width, ha="center", color=colour)
 
 
 # ── parts of both ────────────────────────────────────────────────────────────────────────────────────────────────────

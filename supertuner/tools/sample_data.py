@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +26,13 @@ COLOURS = {
     "orange": (230, 120, 30),
 }
 BACKGROUNDS = {"white": (245, 245, 240), "grey": (176, 182, 190), "pale blue": (200, 220, 240), "dark": (44, 48, 58)}
-SHAPES = SHAPE_NAMES
 PICTURE_SIZES = ((640, 640), (768, 512), (512, 768), (896, 512), (700, 500))
 VIDEO_SIZES = ((320, 192), (192, 320))
 TONES = {"low": 196.0, "middle": 392.0, "high": 784.0}
 WAVES = ("sine", "square", "sawtooth")
 VIDEO_FPS, AUDIO_RATE = 16, 24_000
+PictureLook: TypeAlias = tuple[str, str, str]
+"""(colour, shape, background)."""
 _SUPERSAMPLING = 3
 """Pictures are drawn this many times larger and then reduced."""
 
@@ -48,7 +49,7 @@ class SampleData:
 def make_sample_data(folder: Path, *, images: int = 30, videos: int = 6, sounds: int = 6, seed: int = 0) -> SampleData:
     """Write that many images, videos and audio files with captions below `folder`, and a configuration for them."""
     random = Random(seed)
-    looks = list(product(COLOURS, SHAPES, BACKGROUNDS))
+    looks = list(product(COLOURS, SHAPE_NAMES, BACKGROUNDS))
     random.shuffle(looks)
     for name in ("images", "videos", "sounds"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -63,10 +64,8 @@ def make_sample_data(folder: Path, *, images: int = 30, videos: int = 6, sounds:
     return SampleData(config, images, videos, sounds)
 
 
-def draw_picture(
-    size: tuple[int, int], look: tuple[str, str, str], centre: tuple[float, float], radius: float
-) -> Image:
-    """A shape on a background; `look` is (colour, shape, background). Centre and radius are shares of the sides and of
+def draw_picture(size: tuple[int, int], look: PictureLook, centre: tuple[float, float], radius: float) -> Image:
+    """A shape on a background. Centre and radius are shares of the sides and of
     the shorter side."""
     colour, shape, ground = look
     return draw_shape(size, shape, COLOURS[colour], BACKGROUNDS[ground], centre, radius, _SUPERSAMPLING)
@@ -76,11 +75,8 @@ def synthesize_tone(wave: str, hertz: float, seconds: float) -> NDArray[np.float
     """A stereo tone, plucked twice per second, that moves from left to right; shape (samples, 2)."""
     time = np.arange(round(seconds * AUDIO_RATE)) / AUDIO_RATE
     phase = (time * hertz) % 1
-    shape = {
-        "sine": np.sin(2 * np.pi * phase),
-        "square": np.where(phase < 0.5, 0.6, -0.6),
-        "sawtooth": 1.2 * phase - 0.6,
-    }
+    sine, square = np.sin(2 * np.pi * phase), np.where(phase < 0.5, 0.6, -0.6)
+    shape = {"sine": sine, "square": square, "sawtooth": 1.2 * phase - 0.6}
     loudness = np.minimum((time % 0.5) / 0.02, 1) * np.exp(-2.5 * (time % 0.5))
     right = np.linspace(0.2, 0.8, len(time))
     stereo = np.column_stack([1 - right, right]) * (1.2 * shape[wave] * loudness)[:, None]
@@ -88,18 +84,17 @@ def synthesize_tone(wave: str, hertz: float, seconds: float) -> NDArray[np.float
     return samples
 
 
-def _write_picture(folder: Path, number: int, look: tuple[str, str, str], random: Random) -> None:
+def _write_picture(folder: Path, number: int, look: PictureLook, random: Random) -> None:
     centre = (random.uniform(0.35, 0.65), random.uniform(0.35, 0.65))
     picture = draw_picture(PICTURE_SIZES[number % len(PICTURE_SIZES)], look, centre, random.uniform(0.2, 0.32))
     kind = ("jpg", "png", "webp")[number % 3]
     picture.save(folder / f"{number:03d}.{kind}", quality=92)  # ignored for PNG
     colour, shape, ground = look
-    _write_caption(
-        folder, number, f"{_with_article(colour)} {shape} on a {ground} ground, {shape}, {colour}, flat drawing"
-    )
+    tags = f"{shape}, {colour}, flat drawing"
+    _write_caption(folder, number, f"{_with_article(colour)} {shape} on a {ground} ground, {tags}")
 
 
-def _write_video(folder: Path, number: int, look: tuple[str, str, str], random: Random) -> None:
+def _write_video(folder: Path, number: int, look: PictureLook, random: Random) -> None:
     import av
 
     size = VIDEO_SIZES[number % len(VIDEO_SIZES)]
@@ -143,33 +138,16 @@ def _dataset_config() -> dict[str, object]:
     because their captions say "left" or "right"."""
     colour = {"flip": 0.5, "brightness": 0.1, "contrast": 0.1, "saturation": 0.2, "hue": 0.02}
     tags = {"trigger_word": "shapeworld", "shuffle_tags": True, "keep_tags": 1, "dropout": 0.1}
-    return {
-        "run": {"seed": 0},
-        "datasets": [
-            {
-                "id": "pictures",
-                "dataset_type": "image",
-                "instance_data_dir": "images",
-                "resolution": 256,
-                "crop": "random",
-                "augment": colour,
-                "captions": tags,
-            },
-            {
-                "id": "clips",
-                "dataset_type": "video",
-                "instance_data_dir": "videos",
-                "resolution": 192,
-                "frames": [17, 33],
-                "fps": VIDEO_FPS,
-                "augment": {"brightness": 0.1},
-            },
-            {
-                "id": "tones",
-                "dataset_type": "audio",
-                "instance_data_dir": "sounds",
-                "audio": {"sample_rate": AUDIO_RATE, "channels": 2, "max_seconds": 3, "step_seconds": 1},
-            },
-        ],
-        "train": {"batch_size": 4},
-    }
+    audio = {"sample_rate": AUDIO_RATE, "channels": 2, "max_seconds": 3, "step_seconds": 1}
+    datasets = [
+        _dataset("pictures", "image", "images", resolution=256, crop="random", augment=colour, captions=tags),
+        _dataset(
+            "clips", "video", "videos", resolution=192, frames=[17, 33], fps=VIDEO_FPS, augment={"brightness": 0.1}
+        ),
+        _dataset("tones", "audio", "sounds", audio=audio),
+    ]
+    return {"run": {"seed": 0}, "datasets": datasets, "train": {"batch_size": 4}}
+
+
+def _dataset(name: str, kind: str, folder: str, **settings: object) -> dict[str, object]:
+    return {"id": name, "dataset_type": kind, "instance_data_dir": folder, **settings}

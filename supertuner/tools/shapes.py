@@ -45,13 +45,8 @@ INKS: dict[str, RgbColour] = {
 }
 COLOURS: dict[str, RgbColour] = {**CHALKS, **INKS}
 PAPER: RgbColour = (246, 243, 236)
-HELD_OUT_PAIRS: tuple[ColourShapePair, ...] = (
-    ("red", "star"),
-    ("orange", "circle"),
-    ("yellow", "square"),
-    ("green", "triangle"),
-    ("blue", "circle"),
-    ("purple", "square"),
+HELD_OUT_PAIRS: tuple[ColourShapePair, ...] = tuple(
+    zip(INKS, ("star", "circle", "square", "triangle", "circle", "square"), strict=True)
 )
 """Each ink once, and all shapes; every ink and every shape also occurs in training pairs."""
 SIDE_PIXELS = 48
@@ -76,17 +71,6 @@ class ShapeDrawing:
     @property
     def caption(self) -> str:
         return caption(self.colour, self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class ShapesData:
-    """Two folders of pictures with captions, and a file with the content of each picture."""
-
-    train: Path
-    held_out: Path
-    truth: Path
-    train_pictures: int
-    held_out_pictures: int
 
 
 def caption(*words: str) -> str:
@@ -133,26 +117,18 @@ def render_drawings(drawings: Sequence[ShapeDrawing], side: int = SIDE_PIXELS) -
 
 def write_shapes(
     folder: Path, *, per_pair: int = 16, held_out_per_pair: int = 8, seed: int = 0, side: int = SIDE_PIXELS
-) -> ShapesData:
-    """Write the quickstart's two folders and the ground truth below `folder`. Equal seeds give equal files."""
+) -> None:
+    """Write the quickstart's folders `train` and `held_out` and the file `truth.json` with the content of each picture.
+
+    Equal seeds give equal files.
+    """
     random = Random(seed)
-    drawings_by_part = {
-        "train": random_drawings(train_pairs(), per_pair, random),
-        "held_out": random_drawings(HELD_OUT_PAIRS, held_out_per_pair, random),
-    }
     truth: dict[str, dict[str, object]] = {}
-    for part, pictures in drawings_by_part.items():
+    for part, pairs, count in (("train", train_pairs(), per_pair), ("held_out", HELD_OUT_PAIRS, held_out_per_pair)):
         (folder / part).mkdir(parents=True, exist_ok=True)
-        for number, drawing in enumerate(pictures):
+        for number, drawing in enumerate(random_drawings(pairs, count, random)):
             name = f"{part}/{number:03d}-{drawing.colour}-{drawing.shape}"
             render_drawing(drawing, side).save(folder / f"{name}.png")
             (folder / f"{name}.txt").write_text(drawing.caption + "\n")
             truth[f"{name}.png"] = asdict(drawing)
     (folder / TRUTH_FILE).write_text(json.dumps(truth, indent=1) + "\n")
-    return ShapesData(
-        folder / "train",
-        folder / "held_out",
-        folder / TRUTH_FILE,
-        len(drawings_by_part["train"]),
-        len(drawings_by_part["held_out"]),
-    )

@@ -36,7 +36,14 @@ def test_overrides_win_and_say_so(settings: dict[str, Any]) -> None:
     config = st.load_config(settings, overrides={"train.batch_size": 3, "datasets[0].repeats": 2})
     assert config.config.train.batch_size == 3 and config.config.datasets[0].repeats == 2
     assert config.origins["train.batch_size"] == "code"
-    assert config.origins["train.max_steps"] == "settings.json"
+    assert config.origins["train.max_steps"] == "the settings given"
+
+
+def test_a_configuration_is_written_under_own_names(settings: dict[str, Any], tmp_path: Path) -> None:
+    config = st.load_config({**settings, "train": {}, "train_batch_size": 2, "max_train_steps": 4})
+    (tmp_path / "run.yaml").write_text(st.render_config(config, "yaml", folder=tmp_path))
+    written = st.load_config(tmp_path / "run.yaml")
+    assert written.config == config.config and "train_batch_size" not in (tmp_path / "run.yaml").read_text()
 
 
 def test_all_problems_of_a_mapping_are_reported(settings: dict[str, Any]) -> None:

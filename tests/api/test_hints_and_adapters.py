@@ -75,6 +75,27 @@ def test_a_converted_file_holds_what_load_returns(file: Path, tmp_path: Path) ->
     assert st.adapters.convert(file, "diffusers", overwrite=True) == done
 
 
+def test_an_adapter_is_inspected(file: Path) -> None:
+    found = st.adapters.inspect(str(file))
+    assert (found.scheme, found.experts, found.unknown) == ("kohya", ("low_noise",), {})
+    assert sum(found.kinds.values()) == len(found.norms) and found.norm is not None and found.norm > 0
+    assert json.loads(json.dumps(found.to_dict()))["matched"] == found.keys
+
+
+def test_an_adapter_is_exported_for_a_program(file: Path, tmp_path: Path) -> None:
+    [done] = st.adapters.export(str(file), "comfyui")
+    assert done.path == tmp_path / "cat_low_noise.comfyui.safetensors" and done.from_scheme == "kohya"
+    assert len(load_file(done.path)) == done.tensors
+    with pytest.raises(ModelError, match="exists"):
+        st.adapters.export(file, "comfyui")
+    assert st.adapters.export(file, "comfyui", overwrite=True) == [done]
+
+
+def test_every_key_scheme_has_an_example() -> None:
+    examples = st.adapters.schemes()
+    assert examples.keys() == KEY_SCHEMES.keys() and all("to_q" in key or "q" in key for key in examples.values())
+
+
 def test_a_merge_counts_the_changed_layers(file: Path, tmp_path: Path) -> None:
     build_pipeline(tiny_wan_pipeline, seed=3).save_pretrained(tmp_path / "base")
     merged = st.adapters.merge(file, tmp_path / "base", tmp_path / "out", strength=0.5)

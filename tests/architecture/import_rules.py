@@ -52,6 +52,8 @@ TORCH_PACKAGES = ("memory", "cache", "models", "optim", "step", "plan", "distrib
 TORCH_FILES = ("data/torch_dataset.py",)
 # Packages that do not know torch, not even inside a function.
 NO_TORCH_PACKAGES = ("core", "config", "sinks", "runs")
+# The command line is a client of the API: it does not know the packages that compute.
+CLI_PACKAGES = ("api", "cli", "config", "core", "runs", "sinks", "tools")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,17 @@ def torch_violations(path: str, source: str) -> list[str]:
         elif item.at_import and package not in TORCH_PACKAGES and path not in TORCH_FILES:
             found.append(f"{path}:{item.line}: torch comes with the file; import it in the function that needs it")
     return found
+
+
+def cli_violations(path: str, source: str) -> list[str]:
+    """Imports of the command line that go around the API into the packages below it."""
+    if package_of(path) != "cli":
+        return []
+    return [
+        f"{path}:{item.line}: cli imports {item.module}; it is a client of api and tools"
+        for item in imports(path, source)
+        if item.module.startswith("supertuner.") and item.module.split(".")[1] in set(LEVELS) - set(CLI_PACKAGES)
+    ]
 
 
 def folder_cycles(imported: dict[str, set[str]]) -> list[str]:

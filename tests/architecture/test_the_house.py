@@ -47,6 +47,7 @@ def hold(found: list[str]) -> None:
         import_rules.core_violations,
         import_rules.reserved_violations,
         import_rules.torch_violations,
+        import_rules.cli_violations,
     ],
 )
 def test_packages_import_only_packages_below_them(rule: Callable[[str, str], list[str]]) -> None:

@@ -43,6 +43,12 @@ def test_an_import_from_below_or_of_the_same_room_is_fine(path: str, source: str
     assert import_rules.core_violations(path, source) == []
 
 
+def test_a_command_that_goes_around_the_api_is_found() -> None:
+    assert import_rules.cli_violations("cli/arena.py", "def f():\n    from supertuner.arena.home import Home") != []
+    assert import_rules.cli_violations("cli/arena.py", "from supertuner.api import arenas") == []
+    assert import_rules.cli_violations("tools/caches.py", "from supertuner.arena.home import Home") == []
+
+
 def test_a_folder_without_a_level_is_found() -> None:
     assert import_rules.unknown_packages("utils/strings.py") != []
     assert import_rules.unknown_packages("data/sources/folder.py") == []

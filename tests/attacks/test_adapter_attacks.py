@@ -14,8 +14,8 @@ from supertuner.core.errors import ModelError
 from supertuner.models.adapters.keys import split_tensor_name
 from supertuner.models.adapters.keys_schemes import CANONICAL_TENSORS, KEY_SCHEMES, spell_tensor
 from supertuner.models.adapters.merge import merged_weight
-from supertuner.tools.adapter_inspect import inspect_adapter, inspection_record
 from supertuner.train.export.adapter_files import convert_adapter, load_adapter_tensors, open_adapter
+from supertuner.train.export.adapter_inspect import inspect_adapter
 
 SIZES = st.lists(st.integers(0, 4), max_size=5).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.float8_e4m3fn])
@@ -51,7 +51,7 @@ def test_tensors_of_any_size_are_converted_or_raise_an_error(tensors: dict[str, 
         save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, source)
         try:
             opened = open_adapter(source)
-            inspection_record(opened, inspect_adapter(opened))
+            inspect_adapter(opened).to_dict()
             convert_adapter(opened, KEY_SCHEMES[target], out)
         except ModelError as error:
             assert str(error) and not out.exists()

@@ -214,7 +214,7 @@ def test_too_many_broken_files_raise_an_error_with_the_list_and_the_setting(tmp_
         stager(home).stage(dataset(folder), "datasets[0]")
     text = str(caught.value)
     assert "8 of 18 files are broken (44.4%, at most 5.0% are allowed)" in text and "text.jpg: wrong type" in text
-    assert "--set datasets[0].max_broken_share=0.45" in text
+    assert "datasets[0].max_broken_share=0.45" in text
     assert names(home) == []
     assert stager(home).stage(dataset(folder, max_broken_share=0.45)).files == 10
 

@@ -141,7 +141,7 @@ def test_a_refusal_names_the_checkpoint_to_resume_from(tmp_path: Path) -> None:
         for step in (50, 100):
             (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     with pytest.raises(
-        RunFolderError, match=r"another run\.name \(with --resume .*step-00000100 it resumes from there"
+        RunFolderError, match=r"another run\.name \(with checkpoints\.resume=.*step-00000100 it resumes from there"
     ):
         RunFolder(tmp_path / "run", "cats", config(seed=7))
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from supertuner.cli import app, main
 from supertuner.models.adapters.keys_schemes import KEY_SCHEMES
-from supertuner.tools.adapter_inspect import inspect_adapter
 from supertuner.train.export.adapter_files import open_adapter
+from supertuner.train.export.adapter_inspect import inspect_adapter
 from tests.models.adapters.modules import random_tensor
 from tests.train.export.test_adapter_files import wan_lora
 
@@ -153,18 +153,18 @@ def test_an_export_that_was_killed_between_its_two_files_is_detected_and_can_be_
     killed = f"""
 import os, signal
 from supertuner.cli import main
-from supertuner.tools import adapter_export
-publish_file = adapter_export.publish_file
+from supertuner.train.export import adapter_files
+publish_file = adapter_files.publish_file
 def publish_and_die(*arguments):
     publish_file(*arguments)
     os.kill(os.getpid(), signal.SIGKILL)
-adapter_export.publish_file = publish_and_die
+adapter_files.publish_file = publish_and_die
 main({["adapter", *map(str, arguments)]!r})
 """
     assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -signal.SIGKILL
     assert len(list(out.glob("y*"))) == 1, "files of two exports are never mixed"
     output = refused(capsys, *arguments[:6])
-    assert "y_high_noise.safetensors exists and " in output and "interrupted" in output and "--force" in output
+    assert "y_high_noise.safetensors exists and " in output and "interrupted" in output and "overwrite both" in output
     run(*arguments[:6], "--force")
     assert {path.name for path in out.iterdir()} == {"y_high_noise.safetensors", "y_low_noise.safetensors"}
 
@@ -181,7 +181,7 @@ def test_unknown_keys_stop_a_conversion_without_partial(tmp_path: Path, capsys: 
     unknown = {"lora_unet_blocks_0_mystery.lora_down.weight": random_tensor(2)}
     save_file(wan_lora(KEY_SCHEMES["kohya"], None) | unknown, tmp_path / "a.safetensors")
     output = refused(capsys, "convert", tmp_path / "a.safetensors", "--to", "original")
-    assert "6 of 7 keys matched" in output and "lora_unet_blocks_0_mystery" in output and "--partial" in output
+    assert "6 of 7 keys matched" in output and "lora_unet_blocks_0_mystery" in output and "use partial" in output
     assert "6 of 7 keys matched" in run("convert", tmp_path / "a.safetensors", "--to", "original", "--partial")
 
 

@@ -16,7 +16,8 @@ from supertuner.config.sources.load import load_config
 from supertuner.core.errors import SuperTunerError
 from supertuner.core.types import MediaKind
 from supertuner.data.corpus_loader import open_corpus
-from supertuner.tools.contact_sheet import ContactSheetCell, ContactSheetSection, render_contact_sheet, wrap_text
+from supertuner.sinks.drawing import wrap_text
+from supertuner.tools.contact_sheet import ContactSheetCell, ContactSheetSection, render_contact_sheet
 from supertuner.tools.preview import first_batch_per_bucket, preview_dataset, write_preview
 from supertuner.tools.sample_data import make_sample_data
 

@@ -25,10 +25,10 @@ def test_equal_seeds_give_equal_files_and_other_seeds_other_files(tmp_path: Path
 
 
 def test_captions_match_the_pictures(tmp_path: Path) -> None:
-    made = shapes.write_shapes(tmp_path, per_pair=2, held_out_per_pair=3)
-    truth = json.loads(made.truth.read_text())
+    shapes.write_shapes(tmp_path, per_pair=2, held_out_per_pair=3)
+    truth = json.loads((tmp_path / shapes.TRUTH_FILE).read_text())
     pictures = sorted(tmp_path.rglob("*.png"))
-    assert len(pictures) == len(truth) == made.train_pictures + made.held_out_pictures == 18 * 2 + 6 * 3
+    assert len(pictures) == len(truth) == 18 * 2 + 6 * 3
     for path in pictures:
         known = truth[path.relative_to(tmp_path).as_posix()]
         assert path.with_suffix(".txt").read_text() == shapes.caption(known["colour"], known["shape"]) + "\n"
@@ -36,9 +36,9 @@ def test_captions_match_the_pictures(tmp_path: Path) -> None:
 
 
 def test_no_training_picture_has_a_held_out_pair_but_all_their_words_occur(tmp_path: Path) -> None:
-    made = shapes.write_shapes(tmp_path, per_pair=1, held_out_per_pair=1)
-    seen = {path.read_text() for path in made.train.glob("*.txt")}
-    unseen = {path.read_text() for path in made.held_out.glob("*.txt")}
+    shapes.write_shapes(tmp_path, per_pair=1, held_out_per_pair=1)
+    seen = {path.read_text() for path in (tmp_path / "train").glob("*.txt")}
+    unseen = {path.read_text() for path in (tmp_path / "held_out").glob("*.txt")}
     assert len(unseen) == len(shapes.HELD_OUT_PAIRS) == 6
     assert not seen & unseen
     assert {word for text in unseen for word in text.split()} <= {word for text in seen for word in text.split()}

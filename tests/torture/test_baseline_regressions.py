@@ -14,12 +14,13 @@ from supertuner.core.events import NullSink
 from supertuner.tools.baseline import baseline_capture as capturing
 from supertuner.tools.baseline import baseline_check as checking
 from supertuner.tools.baseline import code_versions as code
+from supertuner.tools.baseline.measured_process import MeasurementContext
 from supertuner.tools.baseline.regression import ComparisonResult, RegressionVerdict
 from supertuner.tools.baseline.rounds import ComparisonOptions
 from tests.tools.baseline.test_baseline_command import write_config
 
 pytestmark = pytest.mark.torture
-ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
+CONTEXT = MeasurementContext({**os.environ, "OMP_NUM_THREADS": "1"}, NullSink())
 """With two threads a capture took 208 s on two busy cores, with one thread 64 s."""
 
 
@@ -31,9 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "baseline",
         "now",
         config,
+        (),
         capturing.CaptureOptions(steps=40, repeats=1, profile=True),
-        environ=ENVIRON,
-        progress=NullSink(),
+        CONTEXT,
     )
     return folder
 
@@ -47,7 +48,7 @@ def compare_with_changed_copy(folder: Path, name: str, file: str, old: str, new:
     assert old in text, f"{file} has no {old!r} any more"
     changed.write_text(text.replace(old, new, 1))
     options = ComparisonOptions(rounds=3, max_rounds=9, against=str(copy))
-    return checking.check_baseline(folder / "baseline", "now", options, environ=ENVIRON, progress=NullSink())[1]
+    return checking.check_baseline(folder / "baseline", "now", options, CONTEXT)[1]
 
 
 STEP = ("train/loop.py", "    run.step += 1\n")

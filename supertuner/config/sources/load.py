@@ -25,6 +25,8 @@ from supertuner.core.types import JSON
 
 MAPPING_NAME = "settings.json"
 """The file name under which a run stores a configuration that is a mapping."""
+NO_FILE = "the settings given"
+"""How messages name a configuration that is not a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class LoadedConfig:
     file_content: bytes
     """The bytes of the configuration file, or the mapping as JSON; empty if there is neither."""
     source_name: str
-    """Name of the file; "settings.json" for a mapping, and "the settings given" without either."""
+    """Name of the file; "the settings given" for a mapping and without either."""
     origins: dict[str, str]
     """Path of each setting that is not a default → its origin, `run.json: train_batch_size (SimpleTuner)`."""
     notes: tuple[WarningEvent, ...]
@@ -46,6 +48,11 @@ class LoadedConfig:
     """Further files that the configuration refers to, by name."""
     path_problems: tuple[ConfigProblem, ...] = ()
     """Datasets and models that are not on this machine; always empty if the paths were checked while loading."""
+
+    @property
+    def file_name(self) -> str:
+        """The name of the file, or the one under which a run stores a mapping."""
+        return MAPPING_NAME if self.source_name == NO_FILE and self.file_content else self.source_name
 
     def to_dict(self) -> dict[str, JSON]:
         """The effective settings, with origins and notes, as JSON."""
@@ -78,7 +85,7 @@ def load_config(
     name, content = _read_source(source)
     path = Path(MAPPING_NAME) if isinstance(source, Mapping) else source
     environ = environment.current_environment() if environ is None else environ
-    layers = list(_collect_layers(path, content, sets, overrides or {}, environ))
+    layers = list(_collect_layers(path, name, content, sets, overrides or {}, environ))
     written_values = merge_layers(layers)
     resolved_values = resolve.resolve_paths(written_values)
     config, found_problems = _validate(resolved_values)
@@ -103,36 +110,41 @@ def load_config(
 def _read_source(source: Path | Mapping[str, JSON] | None) -> tuple[str, bytes]:
     """The name and the content of a source. Raises ConfigError if a file cannot be read, or a mapping is not JSON."""
     if source is None:
-        return "the settings given", b""
+        return NO_FILE, b""
     if isinstance(source, Path):
         return source.name, read_bytes(source)
     plain = _to_plain_json(source)
     try:
         check_plain_values(plain)
     except ConfigSyntaxError as error:
-        raise ConfigError(MAPPING_NAME, [ConfigProblem(error.path, str(error))]) from None
-    return MAPPING_NAME, json.dumps(plain, indent=2, ensure_ascii=False).encode()
+        raise ConfigError(NO_FILE, [ConfigProblem(error.path, str(error))]) from None
+    return NO_FILE, json.dumps(plain, indent=2, ensure_ascii=False).encode()
 
 
 def _collect_layers(
-    path: Path | None, content: bytes, sets: Sequence[str], overrides: Mapping[str, JSON], environ: Mapping[str, str]
+    path: Path | None,
+    name: str,
+    content: bytes,
+    sets: Sequence[str],
+    overrides: Mapping[str, JSON],
+    environ: Mapping[str, str],
 ) -> Iterator[ConfigLayer]:
     working_folder = Path.cwd()
     yield from environment.environment_layers(environ, working_folder)
     if path is not None:
-        yield _file_layer(path.absolute(), content)
+        yield _file_layer(path.absolute(), content, name)
     for text in sets:
         yield _set_layer(text, working_folder)
-    for name, value in overrides.items():
-        yield _code_layer(name, value, working_folder)
+    for setting, value in overrides.items():
+        yield _code_layer(setting, value, working_folder)
 
 
-def _file_layer(path: Path, content: bytes) -> ConfigLayer:
+def _file_layer(path: Path, content: bytes, name: str) -> ConfigLayer:
     tree = parse_bytes(content, path.name)
     if not isinstance(tree, Mapping):
         hint = "; data_backend_config names SimpleTuner's file of datasets" if isinstance(tree, list) else ""
         return ConfigLayer(problems=[ConfigProblem("", f"the file does not hold a block of settings{hint}")])
-    return SourceTranslator(ConfigSource(path.name, path.parent)).translate_file(tree)
+    return SourceTranslator(ConfigSource(name, path.parent)).translate_file(tree)
 
 
 def _set_layer(text: str, folder: Path) -> ConfigLayer:

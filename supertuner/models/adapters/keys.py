@@ -92,8 +92,7 @@ class AdapterKeyReading:
     def family(self) -> str:
         """The only family. Raises ModelError if there are several."""
         if len(self.families) != 1:
-            families = " and ".join(self.families)
-            raise ModelError(f"the layers of this adapter exist in {families}; choose the family with --family")
+            raise ModelError(f"the layers of this adapter exist in {' and '.join(self.families)}; choose the family")
         return self.families[0]
 
     def summary(self) -> str:

@@ -74,17 +74,19 @@ def preflight_check(
     elif config.forecast.refuse and not force:
         raise TrainError(refusal_text(forecast))
     else:
-        switch = "--force" if force else "forecast.refuse: false"
+        switch = "force" if force else "forecast.refuse: false"
         sink.emit(WarningEvent(EVENT_TOPIC, f"{verdict_text(forecast)}; it starts anyway because of {switch}"))
     return estimate
 
 
 def refusal_text(forecast: RunForecast) -> str:
     """What is missing, which single changes would make the run fit, and how to start it anyway."""
-    lines = [verdict_text(forecast), *(f"  {change_text(change)}" for change in forecast.changes if change.fits)]
+    # A change of the machine is written as the option of `supertuner estimate`, which training does not have.
+    changes = [change_text(change).removeprefix("--") for change in forecast.changes if change.fits]
+    lines = [verdict_text(forecast), *(f"  {change}" for change in changes)]
     if len(lines) > 1:
         lines.insert(1, "any one of these changes would make it fit:")
-    end = "`supertuner estimate` prints the whole forecast; to start anyway: --force, or forecast.refuse: false"
+    end = "`supertuner estimate` prints the whole forecast; to start anyway: force, or forecast.refuse: false"
     return "\n".join([*lines, end])
 
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Final
+from typing import Final
 
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.launcher import read_launcher_environment
@@ -27,7 +27,7 @@ from supertuner.tools.baseline import machine_facts as machine
 from supertuner.tools.baseline import nvidia_smi
 from supertuner.tools.baseline.baseline_report import baseline_report
 from supertuner.tools.baseline.job import EVENTS_FILE
-from supertuner.tools.baseline.measured_process import JobCommand, exit_on_sigterm, run_job, scratch_dir
+from supertuner.tools.baseline.measured_process import JobCommand, MeasurementContext, run_job, scratch_folder
 from supertuner.tools.baseline.record import MeasuredJob, MeasurementRequest
 from supertuner.tools.baseline.store import Baseline, new_baseline_path, save_baseline
 
@@ -84,23 +84,9 @@ class BaselineScenario:
             shutil.rmtree(folder)
 
 
-@dataclass(frozen=True, slots=True)
-class ScenarioSettings:
-    """A configuration as written and as resolved."""
-
-    explicit: Mapping[str, Any]
-    """Only the settings that the file and the overrides contain."""
-    config: RunConfig
-
-
-def load_settings(config: Path, sets: Sequence[str]) -> ScenarioSettings:
-    loaded = load_config(config, sets=sets)
-    return ScenarioSettings(loaded.config.model_dump(mode="json", exclude_unset=True), loaded.config)
-
-
-def build_scenario(config: Path, sets: Sequence[str], steps: int, settings: RunConfig, name: str) -> BaselineScenario:
-    run = f"baseline-{name}-{token_hex(4)}"
-    return BaselineScenario(config, tuple(sets), steps, settings.run.output_dir, run)
+def build_scenario(config: RunConfig, path: Path, sets: Sequence[str], steps: int, name: str) -> BaselineScenario:
+    """The scenario of a configuration that was loaded from a file with these overrides."""
+    return BaselineScenario(path, tuple(sets), steps, config.run.output_dir, f"baseline-{name}-{token_hex(4)}")
 
 
 def require_single_process(environ: Mapping[str, str]) -> None:
@@ -109,37 +95,28 @@ def require_single_process(environ: Mapping[str, str]) -> None:
 
 
 def capture_baseline(
-    folder: Path,
-    name: str,
-    config: Path,
-    options: CaptureOptions,
-    *,
-    sets: Sequence[str] = (),
-    environ: Mapping[str, str],
-    progress: Progress,
+    folder: Path, name: str, config: Path, sets: Sequence[str], options: CaptureOptions, context: MeasurementContext
 ) -> tuple[Path, Baseline]:
     """Measure and store baseline `name` in `folder`. A capture that fails or is interrupted stores nothing.
 
     Returns (the baseline's folder, the baseline).
     """
+    environ = context.environ
     require_single_process(environ)
     path = new_baseline_path(folder, name, options.replace_old)
-    repeats = options.repeats
-    settings = load_settings(config, sets)
-    baseline_scenario = build_scenario(config, sets, options.steps, settings.config, name)
+    settings = load_config(config, sets=sets).config
+    scenario = build_scenario(settings, config, sets, options.steps, name)
     with ExitStack() as stack:
-        stack.enter_context(exit_on_sigterm())
-        out = Path(stack.enter_context(scratch_dir()))
-        stack.callback(baseline_scenario.remove_run_folders)
+        out = stack.enter_context(scratch_folder())
+        stack.callback(scenario.remove_run_folders)
         report = machine.doctor_report(HostFacts(), environ)
         write_json(out / "diagnostics.json", report)
         log = out / nvidia_smi.LOG_FILE
         not_logged_reason = stack.enter_context(nvidia_smi.log_gpus(log, environ))
-        command = code.current_code(environ)
-        preparation = run_preparation(command, baseline_scenario, out, progress)
-        jobs = [measure_repeat(command, baseline_scenario, out, at, repeats, progress) for at in range(1, repeats + 1)]
-        trace = profile_run(command, baseline_scenario, out, progress) if options.profile else None
-        notes = (not_logged_reason,) if not_logged_reason is not None else tuple(nvidia_smi.summarize_log(log))
+        runner = ScenarioRunner(code.current_code(environ), scenario, out, context.progress)
+        preparation = runner.prepare()
+        jobs = [runner.measure(repeat, options.repeats) for repeat in range(1, options.repeats + 1)]
+        trace = runner.profile() if options.profile else None
         baseline = Baseline(
             name=name,
             captured_at=now_text(),
@@ -148,10 +125,10 @@ def capture_baseline(
             cold_start_s=preparation.start.first_step_s if preparation.start.cold else None,
             machine=machine.comparable_facts(report),
             commit=code.current_commit(),
-            config=settings.explicit,
-            resolved=settings.config.model_dump(mode="json"),
+            config=settings.model_dump(mode="json", exclude_unset=True),
+            resolved=settings.model_dump(mode="json"),
             environment=machine.compared_variables(environ),
-            notes=notes,
+            notes=(not_logged_reason,) if not_logged_reason is not None else tuple(nvidia_smi.summarize_log(log)),
         )
         extras = {"diagnostics.json": out / "diagnostics.json", EVENTS_FILE: out / "1" / EVENTS_FILE}
         extras |= {nvidia_smi.LOG_FILE: log} if log.is_file() else {}
@@ -160,32 +137,33 @@ def capture_baseline(
     return path, baseline
 
 
-def run_preparation(
-    command: JobCommand, scenario: BaselineScenario, out: Path, progress: Progress, label: str = "prepare"
-) -> MeasuredJob:
-    """Run the first few steps. This fills the caches for the whole run and warms the page cache."""
-    with progress.phase(f"preparing data and caches, {command.title}"):
-        return _run_once(command, scenario, scenario.request(out, label, min(scenario.steps, PREPARATION_STEPS)))
+@dataclass(frozen=True, slots=True)
+class ScenarioRunner:
+    """Runs a scenario with one version of the code. It removes the run folder of each job at once, because its
+    checkpoint may be large."""
 
+    command: JobCommand
+    scenario: BaselineScenario
+    out: Path
+    progress: Progress
 
-def measure_repeat(
-    command: JobCommand, scenario: BaselineScenario, out: Path, repeat: int, repeats: int, progress: Progress
-) -> MeasuredJob:
-    with progress.phase(f"measuring {scenario.steps:,} steps, {repeat} of {repeats}"):
-        return _run_once(command, scenario, scenario.request(out, str(repeat)))
+    def prepare(self, label: str = "prepare") -> MeasuredJob:
+        """Run the first few steps. This fills the caches for the whole run and warms the page cache."""
+        with self.progress.phase(f"preparing data and caches, {self.command.title}"):
+            return self._run(self.scenario.request(self.out, label, min(self.scenario.steps, PREPARATION_STEPS)))
 
+    def measure(self, repeat: int, repeats: int) -> MeasuredJob:
+        with self.progress.phase(f"measuring {self.scenario.steps:,} steps, {repeat} of {repeats}"):
+            return self._run(self.scenario.request(self.out, str(repeat)))
 
-def profile_run(command: JobCommand, scenario: BaselineScenario, out: Path, progress: Progress) -> Path:
-    """Trace a separate run with torch's profiler, whose overhead must not be part of the measured runs."""
-    trace = out / TRACE_FILE
-    with progress.phase(f"tracing {TRACE_STEPS} steps"):
-        request = scenario.request(out, "trace", TRACE_STEPS)
-        _run_once(command, scenario, replace(request, trace=str(trace)))
-    return trace
+    def profile(self) -> Path:
+        """Trace a separate run with torch's profiler, whose overhead must not be part of the measured runs."""
+        trace = self.out / TRACE_FILE
+        with self.progress.phase(f"tracing {TRACE_STEPS} steps"):
+            self._run(replace(self.scenario.request(self.out, "trace", TRACE_STEPS), trace=str(trace)))
+        return trace
 
-
-def _run_once(command: JobCommand, scenario: BaselineScenario, request: MeasurementRequest) -> MeasuredJob:
-    """Run one job and remove its run folder at once, because its checkpoint may be large."""
-    job = run_job(command, request)
-    scenario.remove_run_folders()
-    return job
+    def _run(self, request: MeasurementRequest) -> MeasuredJob:
+        job = run_job(self.command, request)
+        self.scenario.remove_run_folders()
+        return job

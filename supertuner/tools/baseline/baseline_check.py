@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any, Final
 
 import supertuner
+from supertuner.config.sources.load import load_config
 from supertuner.core.errors import BaselineError, OptionError
 from supertuner.core.events import Progress
 from supertuner.core.host import HostFacts
+from supertuner.core.types import JSON
 from supertuner.sinks.jsonlines import readable_time
 from supertuner.tools.baseline import code_versions as code
 from supertuner.tools.baseline import machine_facts as machine
 from supertuner.tools.baseline.baseline_capture import (
     BaselineScenario,
+    ScenarioRunner,
     build_scenario,
-    load_settings,
-    measure_repeat,
     require_single_process,
-    run_preparation,
 )
-from supertuner.tools.baseline.measured_process import JobCommand, exit_on_sigterm, scratch_dir
+from supertuner.tools.baseline.measured_process import JobCommand, MeasurementContext, scratch_folder
 from supertuner.tools.baseline.record import MeasuredJob
 from supertuner.tools.baseline.regression import ComparisonResult, ComparisonTerms, judge_jobs
 from supertuner.tools.baseline.rounds import (
@@ -53,121 +53,96 @@ def check_baseline(
     folder: Path,
     name: str,
     options: ComparisonOptions,
+    context: MeasurementContext,
     *,
     config: Path | None = None,
     sets: Sequence[str] = (),
-    environ: Mapping[str, str],
-    progress: Progress,
 ) -> tuple[Path, ComparisonResult]:
     """Run a baseline's scenario with the current code and judge it. Returns (the baseline's folder, the result).
 
     `config` replaces the stored configuration and `sets` overrides settings, for data that have moved since.
     """
-    require_single_process(environ)
+    require_single_process(context.environ)
     path = find_baseline(folder, name)
     base = load_baseline(path)
-    config_path = config or require_config_file(path)
-    settings = load_settings(config_path, sets)
-    baseline_scenario = build_scenario(config_path, sets, _step_count(options, base), settings.config, base.name)
-    notes = _changed_settings_note(base, settings.config.model_dump(mode="json"))
+    config = config or require_config_file(path)
+    settings = load_config(config, sets=sets).config
+    scenario = build_scenario(settings, config, sets, _step_count(options, base), base.name)
     with ExitStack() as stack:
-        stack.enter_context(exit_on_sigterm())
-        out = Path(stack.enter_context(scratch_dir()))
-        stack.callback(baseline_scenario.remove_run_folders)
-        old_code, reason = _old_code(base, options, environ)
+        out = stack.enter_context(scratch_folder())
+        stack.callback(scenario.remove_run_folders)
+        old_code, reason = _old_code(base, options, context.environ)
+        notes = (*_changed_settings_note(base, settings.model_dump(mode="json")), reason)
         if old_code is None:
-            return path, _compare_with_stored(
-                base, baseline_scenario, out, options, (*notes, reason), environ, progress
-            )
-        old_side = ComparisonSide(stack.enter_context(old_code), baseline_scenario)
-        new_side = ComparisonSide(code.current_code(environ), baseline_scenario)
-        return path, _compare_in_rounds(old_side, new_side, out, options, (*notes, reason), base.precision, progress)
+            return path, _compare_with_stored(base, scenario, out, options, notes, context)
+        old_side = ComparisonSide(stack.enter_context(old_code), scenario)
+        new_side = ComparisonSide(code.current_code(context.environ), scenario)
+        return path, _compare_in_rounds((old_side, new_side), out, options, notes, base.precision, context.progress)
 
 
-def compare_baselines(
-    folder: Path, names: tuple[str, str], options: ComparisonOptions
-) -> tuple[Path, ComparisonResult]:
+def compare_baselines(folder: Path, names: Sequence[str], options: ComparisonOptions) -> tuple[Path, ComparisonResult]:
     """Compare two baselines by their stored measurements. Returns (folder of the second, the result)."""
-    path, (old, new) = find_baseline(folder, names[1]), (load_baseline(find_baseline(folder, name)) for name in names)
-    notes = (f"{MEASURED_APART_NOTE}; --again runs both now, in turns",)
+    _, path = paths = [find_baseline(folder, name) for name in names]
+    old, new = map(load_baseline, paths)
     result = judge_jobs(
         old.jobs,
         new.jobs,
         ComparisonTerms(turn_steps=-1, limit=options.limit),
         precision=old.precision,
         method=f"{_stored_text(old)}, and {_stored_text(new)}",
-        notes=notes,
+        notes=(f"{MEASURED_APART_NOTE}; --again runs both now, in turns",),
     )
-    differences = [
-        *machine.differences(old.machine, new.machine),
-        *machine.differences(old.environment, new.environment, machine.COMPARED_VARIABLES),
-    ]
-    return path, _without_times(result, differences) if differences else result
+    return path, _without_incomparable_times(result, old, new.machine, new.environment)
 
 
 def compare_by_rerunning(
-    folder: Path, names: tuple[str, str], options: ComparisonOptions, *, environ: Mapping[str, str], progress: Progress
+    folder: Path, names: tuple[str, str], options: ComparisonOptions, context: MeasurementContext
 ) -> tuple[Path, ComparisonResult]:
     """Compare two baselines by running both again, each with its own settings and its own code.
 
     Returns (folder of the second, the result). Raises BaselineError if the code of one is not available here.
     """
-    require_single_process(environ)
+    require_single_process(context.environ)
     paths = [find_baseline(folder, name) for name in names]
-    old, new = (load_baseline(path) for path in paths)
-    steps = options.steps or min(old.steps, new.steps)
+    bases = [load_baseline(path) for path in paths]
+    steps = options.steps or min(base.steps for base in bases)
     with ExitStack() as stack:
-        stack.enter_context(exit_on_sigterm())
-        out = Path(stack.enter_context(scratch_dir()))
+        out = stack.enter_context(scratch_folder())
         sides = []
-        for path, base in zip(paths, (old, new), strict=True):
+        for path, base in zip(paths, bases, strict=True):
             config = require_config_file(path)
-            baseline_scenario = build_scenario(config, (), steps, load_settings(config, ()).config, base.name)
-            stack.callback(baseline_scenario.remove_run_folders)
-            command = stack.enter_context(_baseline_code(base, environ))
-            sides.append(ComparisonSide(replace(command, title=f"{base.name} ({command.title})"), baseline_scenario))
-        return paths[1], _compare_in_rounds(sides[0], sides[1], out, options, (), old.precision, progress)
+            scenario = build_scenario(load_config(config).config, config, (), steps, base.name)
+            stack.callback(scenario.remove_run_folders)
+            command = stack.enter_context(_baseline_code(base, context.environ))
+            sides.append(ComparisonSide(replace(command, title=f"{base.name} ({command.title})"), scenario))
+        return paths[1], _compare_in_rounds(sides, out, options, (), bases[0].precision, context.progress)
 
 
 def _compare_in_rounds(
-    old: ComparisonSide,
-    new: ComparisonSide,
+    sides: Sequence[ComparisonSide],
     out: Path,
     options: ComparisonOptions,
     notes: tuple[str, ...],
     precision: str,
     progress: Progress,
 ) -> ComparisonResult:
-    prepared_jobs = [
-        run_preparation(side.command, side.scenario, out, progress, label) for side, label in ((old, "a"), (new, "b"))
-    ]
-    _require_expected_code(old.command, prepared_jobs[0])
-    _require_expected_code(new.command, prepared_jobs[1])
+    old, new = sides
+    prepared_jobs = []
+    for side, label in ((old, "a"), (new, "b")):
+        prepared_jobs.append(ScenarioRunner(side.command, side.scenario, out, progress).prepare(label))
+        _require_expected_code(side.command, prepared_jobs[-1])
     gpu = _gpu_bytes() if any("gpu.reserved" in job.peaks for job in prepared_jobs) else None
     fit_together = both_fit([job.peaks for job in prepared_jobs], HostFacts(), gpu)
-    turn_steps = choose_turn_steps(prepared_jobs, min(old.scenario.steps, new.scenario.steps)) if fit_together else 0
-    method = (
-        f"in turns of {turn_steps} steps"
-        if turn_steps
-        else "one after the other, because both do not fit into memory at once"
-    )
-    method = f"{old.command.title} and {new.command.title}, {method}"
+    turn_steps = choose_turn_steps(prepared_jobs, min(side.scenario.steps for side in sides)) if fit_together else 0
+    one_by_one = "one after the other, because both do not fit into memory at once"
+    how = f"in turns of {turn_steps} steps" if turn_steps else one_by_one
+    method = f"{old.command.title} and {new.command.title}, {how}"
+    terms = options.comparison_terms(turn_steps)
 
-    def judge_pairs(pairs: JobPairs) -> ComparisonResult:
-        return judge_jobs(
-            pairs.old, pairs.new, options.comparison_terms(turn_steps), precision=precision, method=method, notes=notes
-        )
+    def judge(pairs: JobPairs) -> ComparisonResult:
+        return judge_jobs(pairs.old, pairs.new, terms, precision=precision, method=method, notes=notes)
 
-    pairs = run_rounds(
-        old,
-        new,
-        out,
-        options,
-        turn_steps,
-        undecided=lambda pairs: bool(judge_pairs(pairs).undecided),
-        progress=progress,
-    )
-    return judge_pairs(pairs)
+    return judge(run_rounds(old, new, out, options, turn_steps, lambda pairs: bool(judge(pairs).undecided), progress))
 
 
 def _compare_with_stored(
@@ -176,35 +151,24 @@ def _compare_with_stored(
     out: Path,
     options: ComparisonOptions,
     notes: tuple[str, ...],
-    environ: Mapping[str, str],
-    progress: Progress,
+    context: MeasurementContext,
 ) -> ComparisonResult:
     """Measure the current code and judge it by the stored jobs of `base`."""
-    command = code.current_code(environ)
+    runner = ScenarioRunner(code.current_code(context.environ), scenario, out, context.progress)
+    terms, method = options.comparison_terms(-1), _stored_text(base)
     notes = (*notes, f"{MEASURED_APART_NOTE}; --against CODE runs old code in turns with the current code")
-    run_preparation(command, scenario, out, progress)
+    runner.prepare()
     jobs: list[MeasuredJob] = []
     while True:
         repeat = len(jobs) + 1
-        jobs.append(measure_repeat(command, scenario, out, repeat, max(repeat, options.rounds), progress))
+        jobs.append(runner.measure(repeat, max(repeat, options.rounds)))
         if repeat < options.max_rounds and not is_judged_after(repeat, options.rounds):
             continue
-        result = judge_jobs(
-            base.jobs,
-            jobs,
-            options.comparison_terms(-1),
-            precision=base.precision,
-            method=_stored_text(base),
-            notes=notes,
-        )
+        result = judge_jobs(base.jobs, jobs, terms, precision=base.precision, method=method, notes=notes)
         if not result.undecided or repeat >= options.max_rounds:
             break
-    facts_here = machine.comparable_facts(machine.doctor_report(HostFacts(), environ))
-    differences = [
-        *machine.differences(base.machine, facts_here),
-        *machine.differences(base.environment, machine.compared_variables(environ), machine.COMPARED_VARIABLES),
-    ]
-    return _without_times(result, differences) if differences else result
+    facts = machine.comparable_facts(machine.doctor_report(HostFacts(), context.environ))
+    return _without_incomparable_times(result, base, facts, machine.compared_variables(context.environ))
 
 
 def _old_code(
@@ -265,8 +229,16 @@ def _changed_settings_note(base: Baseline, now: Mapping[str, Any]) -> tuple[str,
     return (f"settings differ from those of the baseline in: {', '.join(changed)}",) if changed else ()
 
 
-def _without_times(result: ComparisonResult, reasons: Sequence[str]) -> ComparisonResult:
-    """The result without times, which cannot be compared between machines or environments."""
+def _without_incomparable_times(
+    result: ComparisonResult, old: Baseline, facts: Mapping[str, JSON], environment: Mapping[str, str]
+) -> ComparisonResult:
+    """The result without times if the new side was measured on another machine or in another environment."""
+    reasons = [
+        *machine.differences(old.machine, facts),
+        *machine.differences(old.environment, environment, machine.COMPARED_VARIABLES),
+    ]
+    if not reasons:
+        return result
     figures = tuple(figure for figure in result.figures if figure.name not in TIME_FIGURES)
     note = f"times are not compared: {'; '.join(reasons)}"
     return replace(result, figures=figures, notes=(*result.notes, note), times_comparable=False)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from supertuner.core.types import JSON
 from supertuner.sinks.jsonlines import readable_time
@@ -35,7 +34,7 @@ def baseline_summary(baseline: Baseline) -> list[str]:
         *markdown_table(["figure", "median", "lowest", "highest"], list(_figure_rows(baseline))),
         "",
         _losses_line(baseline),
-        *(_unique_memory_lines(line for job in baseline.jobs for line in job.memory)),
+        *(f"Memory: {line}." for line in dict.fromkeys(line for job in baseline.jobs for line in job.memory)),
     ]
 
 
@@ -56,51 +55,41 @@ def code_text(baseline: Baseline) -> str:
 
 def _figure_rows(baseline: Baseline) -> Iterator[list[str]]:
     jobs = baseline.jobs
-
-    def row(name: str, unit: str, of: Callable[[MeasuredJob], float]) -> list[str]:
-        values = [of(job) for job in jobs]
-        return [name, *(format_amount(value, unit) for value in (statistics.median(values), min(values), max(values)))]
-
-    def steps(share: float) -> Callable[[MeasuredJob], float]:
-        return lambda job: quantile([step.seconds for step in job.steps[1:] or job.steps], share)
-
-    yield row("throughput", "samples/s", lambda job: job.samples_per_s)
-    yield row("step, median", "s", steps(0.5))
-    for share in (0.1, 0.9, 0.99):
-        yield row(f"step, {100 * share:.0f}th percentile", "s", steps(share))
-    yield row("step, longest", "s", steps(1.0))
-    yield row("share of a step spent waiting for data", "%", lambda job: 100 * data_wait_share(job))
-    for cold in (False, True):
-        starts = [job.start.first_step_s for job in jobs if job.start.cold is cold]
-        if starts:
-            name = "start, with data encoding" if cold else "start, data ready"
-            yield [
-                name,
-                *(format_amount(value, "s") for value in (statistics.median(starts), min(starts), max(starts))),
-            ]
+    step_times = [[step.seconds for step in job.steps_after_first] for job in jobs]
+    shares = {"median": 0.5, "10th percentile": 0.1, "90th percentile": 0.9, "99th percentile": 0.99, "longest": 1.0}
+    yield _row("throughput", "samples/s", [job.samples_per_s for job in jobs])
+    for name, share in shares.items():
+        yield _row(f"step, {name}", "s", [quantile(times, share) for times in step_times])
+    yield _row("share of a step spent waiting for data", "%", [100 * data_wait_share(job) for job in jobs])
+    for name, cold in (("start, data ready", False), ("start, with data encoding", True)):
+        if starts := [job.start.first_step_s for job in jobs if job.start.cold is cold]:
+            yield _row(name, "s", starts)
     if baseline.cold_start_s is not None:
         yield ["start, preparation run", format_amount(baseline.cold_start_s, "s"), "–", "–"]
-    kinds = dict.fromkeys(kind for job in jobs for kind in job.peaks)
-    for kind in sorted(kinds, key=lambda kind: -max(job.peaks.get(kind, 0) for job in jobs)):
-        yield row(f"peak {kind}", "bytes", lambda job, kind=kind: job.peaks.get(kind, 0))  # type: ignore[misc]
+    peaks = {kind: [job.peaks.get(kind, 0) for job in jobs] for job in jobs for kind in job.peaks}
+    for kind, sizes in sorted(peaks.items(), key=lambda item: -max(item[1])):
+        yield _row(f"peak {kind}", "bytes", sizes)
+
+
+def _row(name: str, unit: str, values: Sequence[float]) -> list[str]:
+    return [name, *(format_amount(value, unit) for value in (statistics.median(values), min(values), max(values)))]
 
 
 def data_wait_share(job: MeasuredJob) -> float:
     """The share of step time that a job spent waiting for batches."""
-    counted = job.steps[1:] or job.steps
-    return sum(step.waited_s for step in counted) / sum(step.seconds for step in counted)
+    return sum(step.waited_s for step in job.steps_after_first) / sum(step.seconds for step in job.steps_after_first)
 
 
 def _losses_line(baseline: Baseline) -> str:
     losses = [step.loss for step in baseline.jobs[0].steps]
-    finite_losses = [loss for loss in losses if loss is not None]
-    if not finite_losses:
+    finite = [loss for loss in losses if loss is not None]
+    if not finite:
         return "Losses: all are NaN or infinite, from step 1 on."
-    last = statistics.fmean(finite_losses[-10:])
-    text = f"Losses: {finite_losses[0]:.4f} at first, {last:.4f} on average over the last {len(finite_losses[-10:])}"
+    last = finite[-10:]
+    text = f"Losses: {finite[0]:.4f} at first, {statistics.fmean(last):.4f} on average over the last {len(last)}"
     if None in losses:
-        not_finite_text = f"{losses.count(None)} of {len(losses)} are NaN or infinite, first at step"
-        text = f"{text}; {not_finite_text} {losses.index(None) + 1}"
+        count, first = losses.count(None), losses.index(None) + 1
+        text += f"; {count} of {len(losses)} are NaN or infinite, first at step {first}"
     if len(baseline.jobs) < 2:
         return f"{text}."
     comparison = compare_losses(baseline.jobs[:1], baseline.jobs[1:], baseline.precision)
@@ -108,21 +97,17 @@ def _losses_line(baseline: Baseline) -> str:
 
 
 def _details(baseline: Baseline, files: Sequence[str]) -> Iterator[str]:
-    hints = baseline.jobs[-1].hints
-    if hints:
-        yield from [
-            "",
-            "## Residency hints",
-            "",
-            *markdown_table(["outcome", "hints"], [[k, f"{v:,}"] for k, v in hints.items()]),
-        ]
+    if hints := [[outcome, f"{count:,}"] for outcome, count in baseline.jobs[-1].hints.items()]:
+        yield from ["", "## Residency hints", "", *markdown_table(["outcome", "hints"], hints)]
     yield from ["", "## Loss", "", *_loss_table(baseline.jobs[0])]
-    yield from ["", "## Settings of the configuration", "", *_settings_block(baseline.config)]
-    machine = [[name, _value_text(value)] for name, value in baseline.machine.items() if value not in (None, [])]
+    settings = json.dumps(baseline.config, indent=2, ensure_ascii=False).splitlines()
+    yield from ["", "## Settings of the configuration", "", "```json", *settings, "```"]
+    facts = {name: value for name, value in baseline.machine.items() if value not in (None, [])}
+    machine = [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in facts.items()]
     yield from ["", "## Machine", "", *markdown_table(["fact", "value"], machine)]
     if baseline.environment:
-        yield from ["", *markdown_table(["variable", "value"], [[k, v] for k, v in baseline.environment.items()])]
-    versions = [[name, version] for name, version in baseline.jobs[0].versions.items()]
+        yield from ["", *markdown_table(["variable", "value"], list(baseline.environment.items()))]
+    versions = list(baseline.jobs[0].versions.items())
     yield from ["", "## Versions", "", *markdown_table(["package", "version"], versions)]
     yield from ["", "## Notes", "", *(f"- {note}" for note in baseline.notes)]
     if files:
@@ -134,15 +119,3 @@ def _loss_table(job: MeasuredJob) -> list[str]:
     chosen = [*job.steps[::every][:LOSSES_SHOWN], job.steps[-1]]
     rows = [[str(step.step), "none" if step.loss is None else f"{step.loss:.6f}", step.expert] for step in chosen]
     return markdown_table(["step", "loss", "expert"], rows)
-
-
-def _settings_block(config: Mapping[str, Any]) -> list[str]:
-    return ["```json", *json.dumps(config, indent=2, ensure_ascii=False).splitlines(), "```"]
-
-
-def _value_text(value: JSON) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _unique_memory_lines(lines: Iterator[str]) -> list[str]:
-    return [f"Memory: {line}." for line in dict.fromkeys(lines)]

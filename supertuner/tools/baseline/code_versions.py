@@ -69,9 +69,7 @@ def current_commit() -> str | None:
 def _job_command(title: str, python: str, path: Path | None, environ: Mapping[str, str]) -> JobCommand:
     child_environ = dict(environ)
     if path is not None:
-        child_environ["PYTHONPATH"] = ":".join(
-            [str(path), *([environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else [])]
-        )
+        child_environ["PYTHONPATH"] = ":".join(filter(None, (str(path), environ.get("PYTHONPATH"))))
     # -P keeps the working directory off sys.path, where another supertuner could shadow the requested one.
     return JobCommand(title, (python, "-P", "-m", JOB_MODULE), child_environ, path)
 
@@ -110,10 +108,9 @@ def _require_job_module(folder: Path, code_name: str) -> None:
 
 def _git_output(*arguments: str) -> str:
     """The standard output of a git command; empty if it fails or git is not installed."""
+    command = ["git", "-C", str(PACKAGE_DIR.parent), *arguments]
     try:
-        completed = subprocess.run(
-            ["git", "-C", str(PACKAGE_DIR.parent), *arguments], capture_output=True, text=True, check=False
-        )
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return ""
     return completed.stdout.strip() if completed.returncode == 0 else ""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Final
 
+from supertuner.core.durable import write_json, write_text
 from supertuner.core.types import JSON
-from supertuner.tools.baseline.loss_comparison import LossAgreement
 from supertuner.tools.baseline.regression import ComparedFigure, ComparisonResult, RegressionVerdict
 from supertuner.tools.baseline.tables import format_amount, format_change, markdown_table
 
@@ -21,20 +22,6 @@ def as_markdown(title: str, result: ComparisonResult) -> str:
 
 
 def as_json(title: str, result: ComparisonResult) -> dict[str, JSON]:
-    figures = [
-        {
-            "name": figure.name,
-            "unit": figure.unit,
-            "before": figure.old,
-            "now": figure.new,
-            "ratio": figure.interval.ratio,
-            "low": figure.interval.bounds[0],
-            "high": figure.interval.bounds[1],
-            "limit": 1 + figure.limit,
-            "verdict": figure.verdict.value,
-        }
-        for figure in result.figures
-    ]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -45,12 +32,38 @@ def as_json(title: str, result: ComparisonResult) -> dict[str, JSON]:
         "learns_otherwise": result.losses_differ,
         "losses": asdict(result.losses),
         "hints": result.hints,
-        "figures": figures,
+        "figures": [_figure_to_json(figure) for figure in result.figures],
         "rounds": result.rounds,
         "how": result.method,
         "times_compared": result.times_comparable,
         "notes": list(result.notes),
     }
+
+
+def _figure_to_json(figure: ComparedFigure) -> JSON:
+    low, ratio, high = figure.interval.bounds
+    return {
+        "name": figure.name,
+        "unit": figure.unit,
+        "before": figure.old,
+        "now": figure.new,
+        "ratio": ratio,
+        "low": low,
+        "high": high,
+        "limit": 1 + figure.limit,
+        "verdict": figure.verdict.value,
+    }
+
+
+def store_report(stem: Path, document: Mapping[str, JSON], text: str) -> str | None:
+    """Write both forms as `stem`.json and `stem`.md. Returns the problem if that fails: the result is still valid, and
+    took long to measure."""
+    try:
+        write_json(stem.with_name(f"{stem.name}.json"), document)
+        write_text(stem.with_name(f"{stem.name}.md"), text)
+    except OSError as error:
+        return f"the report is not stored: {stem.parent} cannot be written ({error.strerror})"
+    return None
 
 
 def headline(result: ComparisonResult) -> list[str]:
@@ -67,9 +80,8 @@ def headline(result: ComparisonResult) -> list[str]:
     elif result.undecided:
         names = ", ".join(figure.name for figure in result.undecided)
         lines.append(f"UNDECIDED: {names}: too much noise; use more repeats, or a quieter machine.")
-    better = [figure for figure in result.figures if figure.verdict is RegressionVerdict.BETTER]
-    if better:
-        lines.append(f"better: {'; '.join(map(_finding, better))}.")
+    if result.better:
+        lines.append(f"better: {'; '.join(map(_finding, result.better))}.")
     return lines or ["no worse."]
 
 
@@ -77,10 +89,8 @@ def _lines(title: str, result: ComparisonResult) -> Iterator[str]:
     yield from [f"# {title}", "", *headline(result), ""]
     yield from markdown_table(TABLE_HEADER, [_row(figure) for figure in result.figures])
     yield ""
-    if result.losses.likeness is not LossAgreement.DIFFERENT:
-        yield f"- losses: {result.losses.likeness}; {result.losses.words}"
-    else:
-        yield f"- losses: {result.losses.words}"
+    likeness = "" if result.losses_differ else f"{result.losses.likeness}; "
+    yield f"- losses: {likeness}{result.losses.words}"
     rounds = f"{result.rounds} round{'s' if result.rounds != 1 else ''}"
     yield f"- measured: {result.method}; {rounds}"
     if result.rounds == 1:
@@ -90,21 +100,13 @@ def _lines(title: str, result: ComparisonResult) -> Iterator[str]:
 
 
 def _row(figure: ComparedFigure) -> list[str]:
-    low, high = figure.interval.bounds
-    return [
-        figure.name,
-        format_amount(figure.old, figure.unit),
-        format_amount(figure.new, figure.unit),
-        format_change(figure.interval.ratio),
-        f"{format_change(low)} to {format_change(high)}",
-        format_change(1 + figure.limit),
-        figure.verdict.value.upper()
-        if figure.verdict in (RegressionVerdict.WORSE, RegressionVerdict.UNDECIDED)
-        else figure.verdict.value,
-    ]
+    low, ratio, high, limit = map(format_change, (*figure.interval.bounds, 1 + figure.limit))
+    before, now = (format_amount(value, figure.unit) for value in (figure.old, figure.new))
+    is_loud = figure.verdict in (RegressionVerdict.WORSE, RegressionVerdict.UNDECIDED)
+    verdict = figure.verdict.upper() if is_loud else figure.verdict.value
+    return [figure.name, before, now, ratio, f"{low} to {high}", limit, verdict]
 
 
 def _finding(figure: ComparedFigure) -> str:
-    low, high = figure.interval.bounds
-    interval = f"95 % between {format_change(low)} and {format_change(high)}"
-    return f"{figure.name} {format_change(figure.interval.ratio)} ({interval})"
+    low, ratio, high = map(format_change, figure.interval.bounds)
+    return f"{figure.name} {ratio} (95 % between {low} and {high})"

@@ -47,8 +47,9 @@ class RatioInterval:
         return math.exp(self.middle)
 
     @property
-    def bounds(self) -> tuple[float, float]:
-        return math.exp(self.low), math.exp(self.high)
+    def bounds(self) -> tuple[float, float, float]:
+        """The lower end, the middle and the upper end as ratios."""
+        return math.exp(self.low), self.ratio, math.exp(self.high)
 
 
 def confidence_interval(repeats: Sequence[Sequence[float]], looks: int = 1) -> RatioInterval:
@@ -70,10 +71,6 @@ def reduce_blocks(values: Sequence[float], size: int, *, sums: bool = False) -> 
     return [join(values[at : at + size]) for at in range(0, len(values) - size + 1, size)]
 
 
-def log_values(values: Sequence[float]) -> list[float]:
-    return [math.log(value) for value in values]
-
-
 def quantile(values: Sequence[float], share: float) -> float:
     """The quantile `share` of the values, interpolated linearly."""
     ordered = sorted(values)
@@ -88,10 +85,8 @@ def _bootstrap_interval(repeats: Sequence[Sequence[float]], tail: float) -> tupl
     import numpy as np
 
     random = np.random.default_rng(len(repeats))
-    middles = []
-    for values in repeats:
-        count = len(values)
-        middles.append(np.median(np.asarray(values)[random.integers(0, count, (BOOTSTRAP_DRAWS, count))], axis=1))
+    draws = [np.asarray(values)[random.integers(0, len(values), (BOOTSTRAP_DRAWS, len(values)))] for values in repeats]
+    middles = [np.median(values, axis=1) for values in draws]
     resampled = np.median(np.stack(middles), axis=0).tolist()
     return quantile(resampled, tail), quantile(resampled, 1 - tail)
 

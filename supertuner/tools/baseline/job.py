@@ -12,7 +12,7 @@ import importlib.metadata
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -21,25 +21,16 @@ import supertuner
 from supertuner.core.durable import write_bytes
 from supertuner.core.errors import SuperTunerError
 from supertuner.core.types import KIB
-from supertuner.tools.baseline.record import MeasuredJob, MeasurementRequest, read_request, write_job
+from supertuner.tools.baseline.record import MeasuredJob, MeasurementRequest, content_digest, read_request, write_job
 from supertuner.tools.baseline.recorder import MeasurementRecorder
 
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-RECORDED_PACKAGES: Final = (
-    "torch",
-    "diffusers",
-    "transformers",
-    "peft",
-    "lycoris-lora",
-    "torchao",
-    "numpy",
-    "safetensors",
-)
+RECORDED_PACKAGES = ("torch", "diffusers", "transformers", "peft", "lycoris-lora", "torchao", "numpy", "safetensors")
 """Packages whose versions affect a step's time and result."""
-PROFILER_SCHEDULE: Final = (3, 2, 5)
-"""torch.profiler.schedule: steps to wait, to warm up, and to record."""
+PROFILER_SCHEDULE: Final = {"wait": 3, "warmup": 2, "active": 5, "repeat": 1}
+"""torch.profiler.schedule: steps to wait, to warm up, and to record, once."""
 EVENTS_FILE: Final = "events.jsonl"
 
 
@@ -59,14 +50,12 @@ def run_measured_training(request: MeasurementRequest) -> None:
 
     out = Path(request.out)
     with ExitStack() as stack:
-        active_profiler = stack.enter_context(open_profiler(Path(request.trace))) if request.trace else None
-        after_step: Callable[[], None] = (lambda: None) if active_profiler is None else active_profiler.step
-        recorder = MeasurementRecorder(
-            request.begun, request.turn_steps, stop_after=request.stop_after, after_step=after_step
-        )
+        recorder = MeasurementRecorder(request.begun, request.turn_steps, stop_after=request.stop_after)
+        if request.trace:
+            recorder.after_step = stack.enter_context(open_profiler(Path(request.trace))).step
         with open_session(load_command_config(Path(request.config), request.sets)) as run_session:
             result = train_in_session(run_session, extra_sink=recorder)
-            run_dir = run_session.run_dir
+    run_dir = result.run_dir
     write_bytes(out / EVENTS_FILE, (run_dir / EVENTS_FILE).read_bytes())
     write_job(
         out,
@@ -89,20 +78,11 @@ def open_profiler(trace: Path) -> profile:
     import torch
     from torch.profiler import ProfilerActivity, profile, schedule
 
-    wait, warmup, active = PROFILER_SCHEDULE
-
     def export(finished: profile) -> None:
         finished.export_chrome_trace(str(trace))
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    steps = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-    return profile(activities=activities, schedule=steps, on_trace_ready=export)
-
-
-def content_digest(content: bytes) -> str:
-    import xxhash
-
-    return xxhash.xxh3_128_hexdigest(content)
+    return profile(activities=activities, schedule=schedule(**PROFILER_SCHEDULE), on_trace_ready=export)
 
 
 def peak_resident_memory(status: Path = Path("/proc/self/status")) -> dict[str, int]:

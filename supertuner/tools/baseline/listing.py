@@ -41,30 +41,20 @@ def list_baselines(folder: Path) -> tuple[list[str], list[str]]:
 def _baseline_table(baselines: Sequence[Baseline]) -> list[str]:
     rows = []
     for baseline in baselines:
-        step = statistics.median([step.seconds for job in baseline.jobs for step in job.steps[1:] or job.steps])
+        step = statistics.median([step.seconds for job in baseline.jobs for step in job.steps_after_first])
         speed = statistics.median([job.samples_per_s for job in baseline.jobs])
         resident = max(job.peaks.get("process.resident", 0) for job in baseline.jobs)
         figures = [format_amount(speed, "samples/s"), format_amount(step, "s"), format_amount(resident, "bytes")]
-        rows.append(
-            [
-                baseline.name,
-                readable_time(baseline.captured_at),
-                f"{len(baseline.jobs)} × {baseline.steps:,}",
-                *figures,
-                code_text(baseline),
-            ]
-        )
+        when, steps = readable_time(baseline.captured_at), f"{len(baseline.jobs)} × {baseline.steps:,}"
+        rows.append([baseline.name, when, steps, *figures, code_text(baseline)])
     heads = ["baseline", "captured", "steps", "throughput", "step", "peak resident", "code"]
     return markdown_table(heads, rows) if rows else []
 
 
 def _ratio_table(ratio_baselines: Sequence[tuple[str, ratios.PeerRatios]]) -> list[str]:
-    rows = [
-        [name, readable_time(stored.captured_at), f"{stored.rounds} × {stored.steps:,}"]
-        + [
-            f"{stored.figures[figure].ratio:.3f}" if figure in stored.figures else "–"
-            for figure in ratios.COMPARED_FIGURES
-        ]
-        for name, stored in ratio_baselines
-    ]
+    rows = []
+    for name, stored in ratio_baselines:
+        figures = (stored.figures.get(figure) for figure in ratios.COMPARED_FIGURES)
+        texts = ["–" if interval is None else f"{interval.ratio:.3f}" for interval in figures]
+        rows.append([name, readable_time(stored.captured_at), f"{stored.rounds} × {stored.steps:,}", *texts])
     return markdown_table(["ratios to a peer", "captured", "steps", *ratios.COMPARED_FIGURES], rows) if rows else []

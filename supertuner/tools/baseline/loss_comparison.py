@@ -48,10 +48,9 @@ class LossComparison:
 
 def compare_losses(old: Sequence[MeasuredJob], new: Sequence[MeasuredJob], precision: str) -> LossComparison:
     """Judge the new losses by the old ones. Repeats of a side show how much runs of the same code differ."""
-    if not _same_schedule(old[0], new[0]):
-        return LossComparison(
-            LossAgreement.INCOMPARABLE, "the steps have different window sizes or experts: the settings differ"
-        )
+    if not same_schedule(old[0], new[0]):
+        text = "the steps have different window sizes or experts: the settings differ"
+        return LossComparison(LossAgreement.INCOMPARABLE, text)
     rounding = ROUNDING_BY_PRECISION.get(precision, DEFAULT_ROUNDING)
     return compare_loss_values([loss_values(job) for job in old], [loss_values(job) for job in new], rounding)
 
@@ -64,28 +63,21 @@ def compare_loss_values(a: Sequence[Sequence[float]], b: Sequence[Sequence[float
     if first is None:
         return LossComparison(LossAgreement.IDENTICAL, f"all {length} losses are equal bit for bit{not_finite_text}")
     first_gap, mean_gap = _gaps_between_sides(a, b, length)
-    repeat_gaps_a, repeat_gaps_b = _gaps_between_repeats(a, length), _gaps_between_repeats(b, length)
-    tolerance = max(rounding, REPEAT_GAP_FACTOR * repeat_gaps_a[0], REPEAT_GAP_FACTOR * repeat_gaps_b[0])
-    mean_tolerance = max(
-        MAX_RUNNING_MEAN_GAP, REPEAT_GAP_FACTOR * repeat_gaps_a[1], REPEAT_GAP_FACTOR * repeat_gaps_b[1]
-    )
+    first_gaps, mean_gaps = zip(_gaps_between_repeats(a, length), _gaps_between_repeats(b, length), strict=True)
+    tolerance = max(rounding, REPEAT_GAP_FACTOR * max(first_gaps))
+    mean_tolerance = max(MAX_RUNNING_MEAN_GAP, REPEAT_GAP_FACTOR * max(mean_gaps))
     at, sizes = first + 1, (finite_or_none(first_gap), finite_or_none(mean_gap))
     if first_gap > tolerance or mean_gap > mean_tolerance:
-        return LossComparison(
-            LossAgreement.DIFFERENT, _difference_text(at, first_gap, mean_gap, tolerance) + not_finite_text, at, *sizes
-        )
+        text = _difference_text(at, first_gap, mean_gap, tolerance)
+        return LossComparison(LossAgreement.DIFFERENT, text + not_finite_text, at, *sizes)
     text = f"first difference at step {at}: {first_gap:.1e} of the loss; {_mean_gap_text(mean_gap)}"
     return LossComparison(LossAgreement.ROUNDING, text + not_finite_text, at, *sizes)
 
 
 def _gaps_between_sides(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], length: int) -> tuple[float, float]:
     """(relative difference where they first differ, largest of running means), each of the closest pair of runs."""
-    pairs = [
-        (_first_gap(repeat[:length], other[:length]), _mean_gap(repeat[:length], other[:length]))
-        for repeat in a
-        for other in b
-    ]
-    return min(early for early, _ in pairs), min(whole for _, whole in pairs)
+    pairs = [(one[:length], other[:length]) for one in a for other in b]
+    return min(_first_gap(*pair) for pair in pairs), min(_mean_gap(*pair) for pair in pairs)
 
 
 def _gaps_between_repeats(repeats: Sequence[Sequence[float]], length: int) -> tuple[float, float]:
@@ -124,13 +116,12 @@ def _first_difference(a: Sequence[float], b: Sequence[float], length: int) -> in
 
 def _not_finite_text(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], length: int) -> str:
     """At how many steps a repeat of each side is not finite, and where that begins; empty if all are finite."""
-    not_finite_steps = [
-        [at + 1 for at in range(length) if any(math.isnan(repeat[at]) for repeat in side)] for side in (a, b)
-    ]
-    if not any(not_finite_steps):
+    columns = (list(zip(*(repeat[:length] for repeat in side), strict=True)) for side in (a, b))
+    sides = [[at for at, values in enumerate(column, 1) if any(map(math.isnan, values))] for column in columns]
+    if not any(sides):
         return ""
-    before, now = (str(len(steps) or "none") for steps in not_finite_steps)
-    firsts = [str(steps[0]) for steps in not_finite_steps if steps]
+    before, now = (str(len(steps) or "none") for steps in sides)
+    firsts = [str(steps[0]) for steps in sides if steps]
     where = f"first at step{'s' if len(firsts) > 1 else ''} {' and '.join(firsts)}"
     return f"; {before} before and {now} now of {length} are NaN or infinite, {where}"
 
@@ -139,7 +130,7 @@ def loss_values(job: MeasuredJob) -> list[float]:
     return [math.nan if step.loss is None else step.loss for step in job.steps]
 
 
-def _same_schedule(old: MeasuredJob, new: MeasuredJob) -> bool:
+def same_schedule(old: MeasuredJob, new: MeasuredJob) -> bool:
     length = min(len(old.schedule), len(new.schedule))
     return old.schedule[:length] == new.schedule[:length]
 

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
 
 COMPARED_VARIABLES: Final = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "CUDA_LAUNCH_BLOCKING",
-    "LD_PRELOAD",
-)
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+    "CUDA_LAUNCH_BLOCKING", "LD_PRELOAD",
+)  # fmt: skip
 COMPARED_FACTS: Final = ("cpu", "cpus", "arch", "gpus")
 """Facts that must be equal for times to be comparable."""
 
@@ -27,7 +21,7 @@ def doctor_report(host: HostFacts, environ: Mapping[str, str]) -> dict[str, JSON
     from supertuner.tools.doctor.doctor_report import build_report
     from supertuner.tools.doctor.examination import examine_machine
 
-    return build_report(examine_machine(host, environ, None, NullSink(), lambda checks: None), (), ())
+    return build_report(examine_machine(host, environ, None), (), ())
 
 
 def comparable_facts(report: Mapping[str, Any]) -> dict[str, JSON]:
@@ -48,11 +42,8 @@ def comparable_facts(report: Mapping[str, Any]) -> dict[str, JSON]:
 
 def differences(old: Mapping[str, JSON], new: Mapping[str, JSON], names: Iterable[str] = COMPARED_FACTS) -> list[str]:
     """The facts or variables among `names` that differ, as text."""
-    return [
-        f"{name} was {_value_text(old.get(name))}, is {_value_text(new.get(name))}"
-        for name in names
-        if old.get(name) != new.get(name)
-    ]
+    changed = [name for name in names if old.get(name) != new.get(name)]
+    return [f"{name} was {_value_text(old.get(name))}, is {_value_text(new.get(name))}" for name in changed]
 
 
 def compared_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -60,6 +51,6 @@ def compared_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _value_text(value: JSON) -> str:
-    return (
-        "not set" if value is None else ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
-    )
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "not set" if value is None else str(value)

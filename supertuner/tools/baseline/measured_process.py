@@ -16,19 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from supertuner.core.errors import BaselineError
+from supertuner.core.events import Progress
 from supertuner.core.types import KIB
-from supertuner.tools.baseline.record import (
-    JOB_FILE,
-    MeasuredJob,
-    MeasurementRequest,
-    PeakMemory,
-    read_job,
-    write_request,
-)
+from supertuner.tools.baseline import record
+from supertuner.tools.baseline.record import JOB_FILE, MeasuredJob, MeasurementRequest
 
 LOG_FILE: Final = "job.log"
 LOG_TAIL_LINES: Final = 12
@@ -39,6 +33,15 @@ MEMORY_KIND_BY_STATUS_FIELD: Final[Mapping[str, str]] = {
     "RssFile": "process.files",
 }
 """Field of /proc/PID/status → kind of memory: private memory, shared memory (arenas and caches), mapped files."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementContext:
+    """What all measurements of a command share."""
+
+    environ: Mapping[str, str]
+    """The environment of the measured processes."""
+    progress: Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +62,10 @@ class MeasuredProcess:
         self.title = command.title
         self.folder = Path(request.out)
         self.folder.mkdir(parents=True)
-        self._peaks = PeakMemory()
+        self._peaks = record.PeakMemory()
         self._stop_watching = threading.Event()
         file = self.folder / "order.json"
-        write_request(file, replace(request, begun=time.monotonic()))
+        record.write_request(file, replace(request, begun=time.monotonic()))
         with (self.folder / LOG_FILE).open("wb") as log:
             self._process = subprocess.Popen(
                 [*command.arguments, str(file)],
@@ -100,15 +103,13 @@ class MeasuredProcess:
                 f"{self.title} ended without an error but wrote no {JOB_FILE} into the folder `out` of its request; "
                 "a peer must write the files that benchmarks/quickstart_peer.py writes (docs/baselines.md)"
             )
-        job = read_job(self.folder)
+        job = record.read_job(self.folder)
         return replace(job, peaks={**self._peaks.bytes_by_kind, **job.peaks})
 
     def __enter__(self) -> MeasuredProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop_watching.set()
         self._watch_thread.join()
         if self._process.poll() is None:
@@ -117,9 +118,7 @@ class MeasuredProcess:
 
     def _watch_memory(self) -> None:
         while not self._stop_watching.wait(MEMORY_POLL_S):
-            kinds = read_process_memory(Path(f"/proc/{self._process.pid}/status"))
-            if kinds:
-                self._peaks.update(kinds)
+            self._peaks.update(read_process_memory(Path(f"/proc/{self._process.pid}/status")))
 
     def _log_tail(self) -> str:
         lines = (self.folder / LOG_FILE).read_text(errors="replace").splitlines()
@@ -185,9 +184,11 @@ def exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous_handler)
 
 
-def scratch_dir() -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder for requests and for results of measured processes."""
-    return tempfile.TemporaryDirectory(prefix="supertuner-baseline-")
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder for requests and results of measured processes; SIGTERM removes it too."""
+    with exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="supertuner-baseline-") as folder:
+        yield Path(folder)
 
 
 def _require_first_turn(process: MeasuredProcess) -> None:

@@ -54,12 +54,10 @@ def summarize_log(file: Path) -> list[str]:
     summaries = []
     for gpu in sorted({row["index"] for row in complete_rows}):
         gpu_rows = [row for row in complete_rows if row["index"] == gpu]
-        maxima = [
-            text for head in heads if (text := _column_maximum(head, [row[head] for row in gpu_rows])) is not None
-        ]
-        summaries.append(
-            f"GPU {gpu} ({gpu_rows[0].get('name', 'unnamed')}), {len(gpu_rows)} samples, maxima: {', '.join(maxima)}"
-        )
+        columns = (_column_maximum(head, [row[head] for row in gpu_rows]) for head in heads)
+        maxima = ", ".join(text for text in columns if text is not None)
+        name = gpu_rows[0].get("name", "unnamed")
+        summaries.append(f"GPU {gpu} ({name}), {len(gpu_rows)} samples, maxima: {maxima}")
     return summaries
 
 

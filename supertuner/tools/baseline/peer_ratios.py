@@ -15,21 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from supertuner.config.sources.load import load_config
 from supertuner.core.durable import write_json
 from supertuner.core.errors import BaselineError, OptionError
-from supertuner.core.events import Progress
-from supertuner.core.types import JSON
 from supertuner.sinks.jsonlines import now_text, readable_time
 from supertuner.tools.baseline import code_versions as code
-from supertuner.tools.baseline.baseline_capture import (
-    PREPARATION_STEPS,
-    build_scenario,
-    load_settings,
-    require_single_process,
-)
+from supertuner.tools.baseline import rounds
+from supertuner.tools.baseline.baseline_capture import PREPARATION_STEPS, build_scenario, require_single_process
 from supertuner.tools.baseline.confidence_interval import RatioInterval
-from supertuner.tools.baseline.loss_comparison import DEFAULT_ROUNDING, LossComparison, compare_loss_values, loss_values
-from supertuner.tools.baseline.measured_process import JobCommand, exit_on_sigterm, run_job, scratch_dir
+from supertuner.tools.baseline.loss_comparison import DEFAULT_ROUNDING, compare_loss_values, loss_values
+from supertuner.tools.baseline.measured_process import JobCommand, MeasurementContext, run_job, scratch_folder
 from supertuner.tools.baseline.record import MeasuredJob, finite_or_none
 from supertuner.tools.baseline.regression import (
     START_LIMIT,
@@ -39,13 +34,7 @@ from supertuner.tools.baseline.regression import (
     judge_interval,
     judge_jobs,
 )
-from supertuner.tools.baseline.rounds import (
-    ComparisonOptions,
-    ComparisonSide,
-    JobPairs,
-    choose_turn_steps,
-    run_rounds,
-)
+from supertuner.tools.baseline.rounds import ComparisonOptions, ComparisonSide, JobPairs
 from supertuner.tools.baseline.store import RATIOS_FILE, baseline_path, require_writable
 from supertuner.tools.baseline.tables import markdown_table
 
@@ -83,133 +72,99 @@ def new_ratios_path(folder: Path, name: str, replace_old: bool) -> Path:
 
 
 def capture_ratios(
-    path: Path,
-    config: Path,
-    peer: Path,
-    options: ComparisonOptions,
-    *,
-    sets: Sequence[str],
-    environ: Mapping[str, str],
-    progress: Progress,
+    path: Path, config: Path, sets: Sequence[str], peer: Path, options: ComparisonOptions, context: MeasurementContext
 ) -> PeerRatios:
     """Measure in turns with the peer and store the ratios in the folder `path`."""
-    measured = measure_ratios(config, peer, options, _needs_more_rounds, sets=sets, environ=environ, progress=progress)
+    measured = measure_ratios(config, sets, peer, options, context, _needs_more_rounds)
     path.mkdir(parents=True, exist_ok=True)
     save_ratios(path / RATIOS_FILE, measured)
     return measured
 
 
 def check_ratios(
-    path: Path,
-    config: Path,
-    peer: Path,
-    options: ComparisonOptions,
-    *,
-    sets: Sequence[str],
-    environ: Mapping[str, str],
-    progress: Progress,
+    path: Path, config: Path, sets: Sequence[str], peer: Path, options: ComparisonOptions, context: MeasurementContext
 ) -> ComparisonResult:
     """Measure in turns with the peer and judge the ratios by the stored ones. More rounds follow while undecided."""
     stored = load_ratios(path / RATIOS_FILE)
-    run_options = replace(options, steps=options.steps or stored.steps)
 
-    def undecided(now: PeerRatios) -> bool:
+    def is_undecided(now: PeerRatios) -> bool:
         return bool(compare_ratios(stored, now, options.limit).undecided)
 
-    now = measure_ratios(config, peer, run_options, undecided, sets=sets, environ=environ, progress=progress)
+    run_options = replace(options, steps=options.steps or stored.steps)
+    now = measure_ratios(config, sets, peer, run_options, context, is_undecided)
     return compare_ratios(stored, now, options.limit)
 
 
 def measure_ratios(
     config: Path,
+    sets: Sequence[str],
     peer: Path,
     options: ComparisonOptions,
-    undecided: Callable[[PeerRatios], bool],
-    *,
-    sets: Sequence[str],
-    environ: Mapping[str, str],
-    progress: Progress,
+    context: MeasurementContext,
+    is_undecided: Callable[[PeerRatios], bool],
 ) -> PeerRatios:
     """Run SuperTuner and the peer in turns. The peer receives the schedule of SuperTuner's first run, so that each of
     its steps processes the same number of samples."""
-    require_single_process(environ)
+    require_single_process(context.environ)
     if not peer.is_file():
         raise OptionError(f"--peer {peer} is not a file; name the script to compare with")
-    steps = options.steps or DEFAULT_STEPS
-    baseline_scenario = build_scenario(config, sets, steps, load_settings(config, sets).config, "peer")
+    steps, progress = options.steps or DEFAULT_STEPS, context.progress
+    scenario = build_scenario(load_config(config, sets=sets).config, config, sets, steps, "peer")
     with ExitStack() as stack:
-        stack.enter_context(exit_on_sigterm())
-        out = Path(stack.enter_context(scratch_dir()))
-        stack.callback(baseline_scenario.remove_run_folders)
-        own_command, peer_command = code.current_code(environ), _peer_command(peer, environ)
+        out = stack.enter_context(scratch_folder())
+        stack.callback(scenario.remove_run_folders)
+        own_command = code.current_code(context.environ)
+        peer_arguments = (own_command.arguments[0], str(peer.absolute()))
+        peer_command = JobCommand(peer.name, peer_arguments, own_command.environ)
         with progress.phase("preparing data and caches"):
-            prepared_job = run_job(own_command, baseline_scenario.request(out, "prepare"))
+            prepared_job = run_job(own_command, scenario.request(out, "prepare"))
+        peer_side = ComparisonSide(peer_command, scenario, prepared_job.schedule)
         with progress.phase(f"preparing {peer.name}"):
-            run_job(
-                peer_command,
-                ComparisonSide(peer_command, baseline_scenario, prepared_job.schedule[:PREPARATION_STEPS]).request(
-                    out, "prepare-peer"
-                ),
-            )
-        turn_steps = choose_turn_steps([prepared_job], steps)
+            request = peer_side.request(out, "prepare-peer")
+            run_job(peer_command, replace(request, schedule=request.schedule[:PREPARATION_STEPS]))
+        turn_steps = rounds.choose_turn_steps([prepared_job], steps)
+        terms = replace(options.comparison_terms(turn_steps), prefer_quickest=True)
 
-        def ratios_of_pairs(pairs: JobPairs) -> PeerRatios:
+        def ratios_of(pairs: JobPairs) -> PeerRatios:
             method = f"in turns of {turn_steps} steps"
-            terms = replace(options.comparison_terms(turn_steps), prefer_quickest=True)
-            result = judge_jobs(pairs.old, pairs.new, terms, precision="fp32", method=method)
-            return _build_ratios(result, pairs.new)
+            return _build_ratios(judge_jobs(pairs.old, pairs.new, terms, precision="fp32", method=method), pairs.new)
 
-        pairs = run_rounds(
-            ComparisonSide(peer_command, baseline_scenario, prepared_job.schedule),
-            ComparisonSide(own_command, baseline_scenario),
-            out,
-            options,
-            turn_steps,
-            undecided=lambda pairs: undecided(ratios_of_pairs(pairs)),
-            progress=progress,
+        own_side = ComparisonSide(own_command, scenario)
+        return ratios_of(
+            rounds.run_rounds(
+                peer_side, own_side, out, options, turn_steps, lambda pairs: is_undecided(ratios_of(pairs)), progress
+            )
         )
-        return ratios_of_pairs(pairs)
 
 
 def compare_ratios(stored: PeerRatios, now: PeerRatios, limit: float) -> ComparisonResult:
     """Judge the current ratios by the stored ones."""
     figures = []
-    for name, stored_interval in stored.figures.items():
-        if name not in now.figures:
+    for name, before in stored.figures.items():
+        if (after := now.figures.get(name)) is None:
             continue
-        change = now.figures[name].minus(stored_interval)
-        figure_limit = max(limit, START_LIMIT) if name == "start" else limit
-        figure_verdict = judge_interval(change, figure_limit)
-        if name == "start" and figure_verdict is RegressionVerdict.UNDECIDED:
-            figure_verdict = RegressionVerdict.UNJUDGED
-        figures.append(
-            ComparedFigure(
-                name, "× peer", stored_interval.ratio, now.figures[name].ratio, change, figure_limit, figure_verdict
-            )
-        )
-    losses: LossComparison = compare_loss_values([stored.losses], [now.losses], DEFAULT_ROUNDING)
+        change, is_start = after.minus(before), name == "start"
+        figure_limit = max(limit, START_LIMIT) if is_start else limit
+        verdict = judge_interval(change, figure_limit)
+        if is_start and verdict is RegressionVerdict.UNDECIDED:
+            verdict = RegressionVerdict.UNJUDGED
+        figures.append(ComparedFigure(name, "× peer", before.ratio, after.ratio, change, figure_limit, verdict))
+    losses = compare_loss_values([stored.losses], [now.losses], DEFAULT_ROUNDING)
     notes = (f"all figures are multiples of the peer's; captured {readable_time(stored.captured_at)}",)
     return ComparisonResult(tuple(figures), losses, None, now.rounds, f"SuperTuner and the peer, {now.method}", notes)
 
 
 def ratio_lines(ratios: PeerRatios) -> list[str]:
     """The ratios as a Markdown table."""
-    rows = []
-    for name, interval in ratios.figures.items():
-        low, high = interval.bounds
-        rows.append([name, f"{interval.ratio:.3f}", f"{low:.3f} to {high:.3f}"])
-    return [
-        *markdown_table(["figure", "times the peer's", "95 % between"], rows),
-        "",
-        f"{ratios.method}, {ratios.rounds} rounds",
-    ]
+    bounds = {name: [f"{bound:.3f}" for bound in interval.bounds] for name, interval in ratios.figures.items()}
+    rows = [[name, middle, f"{low} to {high}"] for name, (low, middle, high) in bounds.items()]
+    table = markdown_table(["figure", "times the peer's", "95 % between"], rows)
+    return [*table, "", f"{ratios.method}, {ratios.rounds} rounds"]
 
 
 def save_ratios(file: Path, ratios: PeerRatios) -> None:
-    figures: dict[str, JSON] = {
-        name: {"ratio": interval.ratio, "low": interval.bounds[0], "high": interval.bounds[1]}
-        for name, interval in ratios.figures.items()
-    }
+    bounds = {name: interval.bounds for name, interval in ratios.figures.items()}
+    figures = {name: {"ratio": ratio, "low": low, "high": high} for name, (low, ratio, high) in bounds.items()}
     write_json(
         file,
         {
@@ -238,16 +193,9 @@ def load_ratios(file: Path) -> PeerRatios:
             if name in stored_figures or name in REQUIRED_FIGURES
         }
         losses = tuple(math.nan if finite_or_none(loss) is None else float(loss) for loss in document["losses"])
-        counts = int(document["steps"]), int(document["rounds"])
-        return PeerRatios(
-            str(document["made_at"]),
-            counts[0],
-            figures,
-            losses,
-            dict(document["versions"]),
-            counts[1],
-            str(document["how"]),
-        )
+        made_at, method, versions = str(document["made_at"]), str(document["how"]), dict(document["versions"])
+        steps, round_count = int(document["steps"]), int(document["rounds"])
+        return PeerRatios(made_at, steps, figures, losses, versions, round_count, method)
     except KeyError as error:
         raise BaselineError(f"{file} lacks {error}; capture it again") from error
     except (OSError, ValueError, TypeError) as error:
@@ -267,11 +215,6 @@ def _build_ratios(result: ComparisonResult, jobs: Sequence[MeasuredJob]) -> Peer
     return PeerRatios(now_text(), len(losses), figures, losses, jobs[0].versions, result.rounds, result.method)
 
 
-def _peer_command(peer: Path, environ: Mapping[str, str]) -> JobCommand:
-    own_command = code.current_code(environ)
-    return JobCommand(peer.name, (own_command.arguments[0], str(peer.absolute())), own_command.environ)
-
-
 def _needs_more_rounds(ratios: PeerRatios) -> bool:
     """Whether a ratio is too imprecise to be stored, since later ratios are judged by it."""
-    return any(ratios.figures[name].high - ratios.figures[name].low > MAX_INTERVAL_WIDTH for name in REQUIRED_FIGURES)
+    return any(ratios.figures[name].width > MAX_INTERVAL_WIDTH for name in REQUIRED_FIGURES)

@@ -78,10 +78,14 @@ class MeasuredJob:
         return tuple((step.window, step.expert) for step in self.steps)
 
     @property
+    def steps_after_first(self) -> tuple[MeasuredStep, ...]:
+        """All steps except the first, which warms up; the first if there is no other."""
+        return self.steps[1:] or self.steps
+
+    @property
     def samples_per_s(self) -> float:
-        """Over all steps except the first, which warms up; includes the time between steps."""
-        counted = self.steps[1:] or self.steps
-        return sum(step.window for step in counted) / sum(step.wall_s for step in counted)
+        """Over all steps except the first; includes the time between steps."""
+        return sum(step.window for step in self.steps_after_first) / sum(step.wall_s for step in self.steps_after_first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,30 +129,22 @@ def write_job(folder: Path, job: MeasuredJob) -> None:
 
 
 def read_job(folder: Path) -> MeasuredJob:
-    rest = _read_json_object(folder / JOB_FILE)
-    return parse_job(
-        rest, read_steps((folder / STEPS_FILE).read_bytes(), str(folder / STEPS_FILE)), str(folder / JOB_FILE)
-    )
+    steps = read_steps((folder / STEPS_FILE).read_bytes(), str(folder / STEPS_FILE))
+    return parse_job(_read_json_object(folder / JOB_FILE), steps, str(folder / JOB_FILE))
 
 
 def parse_job(document: Mapping[str, Any], steps: Sequence[MeasuredStep], source: str) -> MeasuredJob:
     try:
         start = StartupTimes(**_known_fields(StartupTimes, document["start"]))
-        values = _known_fields(MeasuredJob, document) | {
-            "start": start,
-            "steps": tuple(steps),
-            "memory": tuple(document["memory"]),
-        }
-        return MeasuredJob(**values)
+        parsed = {"start": start, "steps": tuple(steps), "memory": tuple(document["memory"])}
+        return MeasuredJob(**_known_fields(MeasuredJob, document) | parsed)
     except (KeyError, TypeError) as error:
         raise BaselineError(f"{source} is not the record of a measured job ({error}); capture it again") from error
 
 
 def job_to_json(job: MeasuredJob) -> dict[str, JSON]:
     """Everything except the steps."""
-    document: dict[str, Any] = {
-        name.name: getattr(job, name.name) for name in fields(MeasuredJob) if name.name != "steps"
-    }
+    document: dict[str, Any] = {name: getattr(job, name) for name in MeasuredJob.__slots__ if name != "steps"}
     return document | {"start": asdict(job.start)}
 
 
@@ -166,6 +162,12 @@ def read_steps(content: bytes, source: str) -> list[MeasuredStep]:
         except (ValueError, TypeError) as error:
             raise BaselineError(f"{source}, line {number} is not a step ({error}); capture it again") from error
     return steps
+
+
+def content_digest(content: bytes) -> str:
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(content)
 
 
 def finite_or_none(number: float | None) -> float | None:

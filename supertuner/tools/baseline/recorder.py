@@ -31,7 +31,8 @@ class MeasurementRecorder:
     """A sink that records steps.
 
     `started` is CLOCK_MONOTONIC at the start of this process; `turn_steps` and `stop_after` are those of
-    `MeasurementRequest`; `stop` ends a turn and returns when the next one begins; `after_step` is called per step.
+    `MeasurementRequest`; `stop` ends a turn and returns when the next one begins. The attribute `after_step` is called
+    after each step.
     """
 
     def __init__(
@@ -42,9 +43,9 @@ class MeasurementRecorder:
         clock: Callable[[], float] = time.monotonic,
         stop: Callable[[], None] | None = None,
         stop_after: int = 0,
-        after_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.steps: list[MeasuredStep] = []
+        self.after_step: Callable[[], object] = lambda: None
         self.peaks = PeakMemory()
         self.cold = False
         self._setup_s = 0.0
@@ -54,17 +55,15 @@ class MeasurementRecorder:
         self._clock = clock
         self._parent = os.getppid()
         self._stop = stop or stop_until_continued
-        self._after_step = after_step
         self._last_step_end = started
 
     def emit(self, event: Event, /) -> None:
         if not isinstance(event, MeasurementEvent):
             return
-        now = self._clock()
         if event.what == training.TRAIN_STEP:
-            self._record_event(event.figures, now)
+            self._record_event(event.figures)
         elif event.what == training.TRAIN_BEGIN:
-            self.begin_training(now)
+            self.begin_training(self._clock())
         elif event.what == MEMORY_MEASUREMENT:
             self.peaks.update(_memory_peaks(event.figures))
         elif event.what.endswith(".staging"):
@@ -77,35 +76,28 @@ class MeasurementRecorder:
         self._setup_s = now - self._started
         self._wait_for_turn()
 
-    def record_step(
-        self, *, window: int, expert: str, loss: float | None, seconds: float, waited_s: float = 0.0
-    ) -> None:
-        """Record a finished step. For peers, which emit no events."""
-        self._record(window, expert, loss, seconds, waited_s, self._clock())
-
-    def startup_times(self) -> StartupTimes:
-        return StartupTimes(self._setup_s, self._setup_s + self.steps[0].seconds, self.cold)
-
-    def _record_event(self, figures: Mapping[str, JSON], now: float) -> None:
-        window, seconds, waited = figures["samples_in_window"], figures["seconds"], figures["waited_s"]
-        loss = figures["loss"]
-        assert isinstance(window, int) and isinstance(seconds, float) and isinstance(waited, float)
-        self._record(window, str(figures["expert"]), loss if isinstance(loss, float) else None, seconds, waited, now)
-
-    def _record(self, window: int, expert: str, loss: float | None, seconds: float, waited: float, now: float) -> None:
+    def record_step(self, window: int, expert: str, loss: float | None, seconds: float, waited_s: float = 0.0) -> None:
+        """Record a finished step. Peers call it, because they emit no events."""
         if os.getppid() != self._parent:
             os._exit(1)  # the measuring process was killed: it will neither read a result nor send SIGCONT
-        number = len(self.steps) + 1
-        self.steps.append(
-            MeasuredStep(number, window, expert, finite_or_none(loss), seconds, waited, now - self._last_step_end)
-        )
-        self._after_step()
+        number, wall_s = len(self.steps) + 1, self._clock() - self._last_step_end
+        self.steps.append(MeasuredStep(number, window, expert, finite_or_none(loss), seconds, waited_s, wall_s))
+        self.after_step()
         if number == self._stop_after:
             os.kill(os.getpid(), signal.SIGTERM)  # training handles it: it saves and stops
         if self._turn_steps and number % self._turn_steps == 0:
             self._wait_for_turn()
         else:
             self._last_step_end = self._clock()
+
+    def startup_times(self) -> StartupTimes:
+        return StartupTimes(self._setup_s, self._setup_s + self.steps[0].seconds, self.cold)
+
+    def _record_event(self, figures: Mapping[str, JSON]) -> None:
+        window, seconds, waited_s = figures["samples_in_window"], figures["seconds"], figures["waited_s"]
+        loss = figures["loss"]
+        assert isinstance(window, int) and isinstance(seconds, float) and isinstance(waited_s, float)
+        self.record_step(window, str(figures["expert"]), loss if isinstance(loss, float) else None, seconds, waited_s)
 
     def _wait_for_turn(self) -> None:
         if self._turn_steps:

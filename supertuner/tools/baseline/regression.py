@@ -14,20 +14,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
 from supertuner.core.types import MIB
-from supertuner.tools.baseline.confidence_interval import (
-    RatioInterval,
-    confidence_interval,
-    log_values,
-    quantile,
-    reduce_blocks,
-)
-from supertuner.tools.baseline.loss_comparison import LossAgreement, LossComparison, compare_losses
+from supertuner.tools.baseline.confidence_interval import RatioInterval, confidence_interval, quantile, reduce_blocks
+from supertuner.tools.baseline.loss_comparison import LossAgreement, LossComparison, compare_losses, same_schedule
 from supertuner.tools.baseline.record import MeasuredJob, MeasuredStep
 
 DEFAULT_LIMIT: Final = 0.05
@@ -78,7 +72,7 @@ class ComparedFigure:
     interval: RatioInterval
     """New divided by old."""
     limit: float
-    verdict: RegressionVerdict
+    verdict: RegressionVerdict = RegressionVerdict.UNJUDGED
     note: str = ""
 
 
@@ -102,19 +96,22 @@ class ComparisonResult:
             return RegressionVerdict.WORSE
         if self.undecided or not self.times_comparable:
             return RegressionVerdict.UNDECIDED
-        return (
-            RegressionVerdict.BETTER
-            if any(figure.verdict is RegressionVerdict.BETTER for figure in self.figures)
-            else RegressionVerdict.SAME
-        )
+        return RegressionVerdict.BETTER if self.better else RegressionVerdict.SAME
 
     @property
-    def worse(self) -> tuple[ComparedFigure, ...]:
-        return tuple(figure for figure in self.figures if figure.verdict is RegressionVerdict.WORSE)
+    def worse(self) -> list[ComparedFigure]:
+        return self._figures_judged(RegressionVerdict.WORSE)
 
     @property
-    def undecided(self) -> tuple[ComparedFigure, ...]:
-        return tuple(figure for figure in self.figures if figure.verdict is RegressionVerdict.UNDECIDED)
+    def undecided(self) -> list[ComparedFigure]:
+        return self._figures_judged(RegressionVerdict.UNDECIDED)
+
+    @property
+    def better(self) -> list[ComparedFigure]:
+        return self._figures_judged(RegressionVerdict.BETTER)
+
+    def _figures_judged(self, verdict: RegressionVerdict) -> list[ComparedFigure]:
+        return [figure for figure in self.figures if figure.verdict is verdict]
 
     @property
     def losses_differ(self) -> bool:
@@ -134,110 +131,141 @@ def judge_jobs(
     method: str,
     notes: tuple[str, ...] = (),
 ) -> ComparisonResult:
-    figures = [compare_step_time(old, new, terms), compare_sample_time(old, new, terms)]
-    figures += [*compare_startup(old, new, terms), *compare_memory(old, new, terms)]
-    losses = compare_losses(old, new, precision)
-    return ComparisonResult(
-        tuple(figures), losses, compare_hints(old[-1].hints, new[-1].hints), len(new), method, notes
-    )
+    sides = JobSides(old, new, terms)
+    figures = (sides.step_time(), sides.sample_time(), *sides.startup(), *sides.peak_memory())
+    hints = compare_hints(old[-1].hints, new[-1].hints)
+    return ComparisonResult(figures, compare_losses(old, new, precision), hints, len(new), method, notes)
 
 
-def judge_interval(ratio_interval: RatioInterval, limit: float) -> RegressionVerdict:
+def judge_interval(interval: RatioInterval, limit: float) -> RegressionVerdict:
     log_limit = math.log1p(limit)
-    if ratio_interval.middle > log_limit:
-        return RegressionVerdict.WORSE if ratio_interval.low > 0 else RegressionVerdict.UNDECIDED
-    if ratio_interval.high > log_limit and ratio_interval.high - ratio_interval.low > log_limit:
+    if interval.middle > log_limit:
+        return RegressionVerdict.WORSE if interval.low > 0 else RegressionVerdict.UNDECIDED
+    if interval.high > log_limit and interval.width > log_limit:
         return RegressionVerdict.UNDECIDED
-    return (
-        RegressionVerdict.BETTER
-        if ratio_interval.middle < -log_limit and ratio_interval.high < 0
-        else RegressionVerdict.SAME
-    )
+    is_better = interval.middle < -log_limit and interval.high < 0
+    return RegressionVerdict.BETTER if is_better else RegressionVerdict.SAME
 
 
-def compare_step_time(old: Sequence[MeasuredJob], new: Sequence[MeasuredJob], terms: ComparisonTerms) -> ComparedFigure:
-    """The step time: medians over blocks of the ratio between each step and the same step of the other side."""
-    unit, value_of = _step_measure(old[0], new[0])
-    ratio_interval = _ratio_interval_of_steps(
-        old, new, terms, lambda job: [value_of(step) for step in job.steps], sums=False
-    )
-    a, b = (
-        statistics.median([value_of(step) for job in side for step in _steps_after_warmup(job)]) for side in (old, new)
-    )
-    figure = ComparedFigure(
-        "step",
-        unit,
-        a,
-        b,
-        ratio_interval,
-        terms.limit,
-        judge_interval(ratio_interval, terms.limit),
-        "median, from the first batch to the weight update",
-    )
-    return _judge_by_quickest_steps(figure, old, new, terms, value_of)
+@dataclass(frozen=True, slots=True)
+class JobSides:
+    """The jobs of both sides, and the figures of their comparison."""
 
+    old: Sequence[MeasuredJob]
+    new: Sequence[MeasuredJob]
+    terms: ComparisonTerms
 
-def compare_sample_time(
-    old: Sequence[MeasuredJob], new: Sequence[MeasuredJob], terms: ComparisonTerms
-) -> ComparedFigure:
-    """The wall time between steps per sample, which determines how long a whole run takes."""
-    ratio_interval = _ratio_interval_of_steps(
-        old, new, terms, lambda job: [step.wall_s / step.window for step in job.steps], sums=True
-    )
-    a, b = (statistics.median([1 / job.samples_per_s for job in side]) for side in (old, new))
-    note = "includes logging, saving and validation between steps"
-    figure = ComparedFigure(
-        "time per sample",
-        "s/sample",
-        a,
-        b,
-        ratio_interval,
-        terms.limit,
-        judge_interval(ratio_interval, terms.limit),
-        note,
-    )
-    return _judge_by_quickest_steps(figure, old, new, terms, lambda step: step.wall_s / step.window)
+    @property
+    def both(self) -> tuple[Sequence[MeasuredJob], Sequence[MeasuredJob]]:
+        return self.old, self.new
 
+    def step_time(self) -> ComparedFigure:
+        """The step time: medians over blocks of the ratio between each step and the same step of the other side.
 
-def compare_startup(
-    old: Sequence[MeasuredJob], new: Sequence[MeasuredJob], terms: ComparisonTerms
-) -> list[ComparedFigure]:
-    """Time from the command to the first step; starts with ready data are compared separately from cold ones."""
-    limit = max(terms.limit, START_LIMIT)
-    for cold in (False, True):
-        sides = [[job.start.first_step_s for job in side if job.start.cold is cold] for side in (old, new)]
-        if all(sides):
-            ratio_interval = _ratio_interval_of_sides(sides, terms.looks)
-            note = "from the command to the first step, " + ("with data encoding" if cold else "data ready")
-            a, b = (statistics.median(side) for side in sides)
-            figure_verdict = (
-                judge_interval(ratio_interval, limit) if min(map(len, sides)) > 1 else RegressionVerdict.UNJUDGED
-            )
-            reported_verdict = (
-                RegressionVerdict.UNJUDGED if figure_verdict is RegressionVerdict.UNDECIDED else figure_verdict
-            )
-            return [ComparedFigure("start", "s", a, b, ratio_interval, limit, reported_verdict, note)]
-    return []
+        In seconds per step if both sides have the same schedule, otherwise in seconds per sample.
+        """
 
+        def value_of(step: MeasuredStep) -> float:
+            return step.seconds if unit == "s" else step.seconds / step.window
 
-def compare_memory(
-    old: Sequence[MeasuredJob], new: Sequence[MeasuredJob], terms: ComparisonTerms
-) -> list[ComparedFigure]:
-    """Peak memory by kind, for kinds that both sides report and that exceed MIN_MEMORY_DIFFERENCE."""
-    figures = []
-    for kind in dict.fromkeys(kind for job in (*old, *new) for kind in job.peaks):
-        sides = [[job.peaks[kind] for job in side if job.peaks.get(kind)] for side in (old, new)]
-        if not all(sides) or max(map(max, sides)) < MIN_MEMORY_DIFFERENCE:
-            continue
+        unit = "s" if same_schedule(self.old[0], self.new[0]) else "s/sample"
+        interval = self._interval_of_steps(value_of, sums=False)
+        values = ([value_of(step) for job in side for step in _steps_after_warmup(job)] for side in self.both)
+        a, b = map(statistics.median, values)
+        note = "median, from the first batch to the weight update"
+        return self._judge_steps(ComparedFigure("step", unit, a, b, interval, self.terms.limit, note=note), value_of)
+
+    def sample_time(self) -> ComparedFigure:
+        """The wall time between steps per sample, which determines how long a whole run takes."""
+
+        def value_of(step: MeasuredStep) -> float:
+            return step.wall_s / step.window
+
+        interval = self._interval_of_steps(value_of, sums=True)
+        a, b = (statistics.median([1 / job.samples_per_s for job in side]) for side in self.both)
+        note = "includes logging, saving and validation between steps"
+        figure = ComparedFigure("time per sample", "s/sample", a, b, interval, self.terms.limit, note=note)
+        return self._judge_steps(figure, value_of)
+
+    def startup(self) -> list[ComparedFigure]:
+        """Time from the command to the first step; starts with ready data are compared separately from cold ones."""
+        limit = max(self.terms.limit, START_LIMIT)
+        for cold in (False, True):
+            sides = [[job.start.first_step_s for job in side if job.start.cold is cold] for side in self.both]
+            if all(sides):
+                note = "from the command to the first step, " + ("with data encoding" if cold else "data ready")
+                figure = self._figure_of_values("start", "s", sides, limit, note)
+                if min(map(len, sides)) < 2 or figure.verdict is RegressionVerdict.UNDECIDED:
+                    figure = replace(figure, verdict=RegressionVerdict.UNJUDGED)
+                return [figure]
+        return []
+
+    def peak_memory(self) -> list[ComparedFigure]:
+        """Peak memory by kind, for kinds that both sides report and that exceed MIN_MEMORY_DIFFERENCE."""
+        figures = []
+        for kind in dict.fromkeys(kind for job in (*self.old, *self.new) for kind in job.peaks):
+            sides = [[job.peaks[kind] for job in side if job.peaks.get(kind)] for side in self.both]
+            if not all(sides) or max(map(max, sides)) < MIN_MEMORY_DIFFERENCE:
+                continue
+            figure = self._figure_of_values(f"peak {kind}", "bytes", sides, self.terms.limit)
+            if abs(figure.new - figure.old) < MIN_MEMORY_DIFFERENCE:
+                figure = replace(figure, verdict=RegressionVerdict.SAME)
+            figures.append(figure)
+        return sorted(figures, key=lambda figure: -figure.old)
+
+    def _figure_of_values(
+        self, name: str, unit: str, sides: Sequence[Sequence[float]], limit: float, note: str = ""
+    ) -> ComparedFigure:
+        """A figure with one value per process; the sides are treated as independent."""
         a, b = (statistics.median(side) for side in sides)
-        ratio_interval = _ratio_interval_of_sides(sides, terms.looks)
-        figure_verdict = (
-            judge_interval(ratio_interval, terms.limit)
-            if abs(b - a) >= MIN_MEMORY_DIFFERENCE
-            else RegressionVerdict.SAME
-        )
-        figures.append(ComparedFigure(f"peak {kind}", "bytes", a, b, ratio_interval, terms.limit, figure_verdict))
-    return sorted(figures, key=lambda figure: -figure.old)
+        interval = self._interval_of_values(sides)
+        return ComparedFigure(name, unit, a, b, interval, limit, judge_interval(interval, limit), note)
+
+    def _interval_of_values(self, sides: Sequence[Sequence[float]]) -> RatioInterval:
+        logs = ([[math.log(value)] for value in side] for side in sides)
+        old, new = (confidence_interval(values, self.terms.looks) for values in logs)
+        return new.minus(old)
+
+    def _interval_of_steps(self, value_of: Callable[[MeasuredStep], float], *, sums: bool) -> RatioInterval:
+        turn_steps, looks = self.terms.turn_steps, self.terms.looks
+        length = min(len(job.steps) for job in (*self.old, *self.new))
+        indices = _counted_step_indices(length, turn_steps)
+        size = turn_steps if not sums and turn_steps > 0 else max(1, len(indices) // BLOCK_COUNT)
+        old, new = ([[value_of(step) for step in job.steps] for job in side] for side in self.both)
+        if turn_steps >= 0:
+            pairs = zip(new, old, strict=True)
+            return confidence_interval([_block_log_ratios(b, a, indices, size, sums) for b, a in pairs], looks)
+        typical = [statistics.median(column) for column in zip(*(values[:length] for values in old), strict=True)]
+        intervals = [
+            confidence_interval([_block_log_ratios(values, typical, indices, size, sums) for values in side], looks)
+            for side in (new, old)
+        ]
+        return intervals[0].minus(intervals[1])
+
+    def _judge_steps(self, figure: ComparedFigure, value_of: Callable[[MeasuredStep], float]) -> ComparedFigure:
+        """The figure judged by its median, or by its quickest steps if the median is undecided (or, with
+        `prefer_quickest`, less precise)."""
+        figure = replace(figure, verdict=judge_interval(figure.interval, figure.limit))
+        prefer_quickest = self.terms.prefer_quickest
+        is_undecided = figure.verdict is RegressionVerdict.UNDECIDED
+        if not (is_undecided or prefer_quickest) or min(len(self.old), len(self.new)) < 2:
+            return figure
+        sides = [[_quickest_step_time(job, value_of) for job in side] for side in self.both]
+        if not all(value for side in sides for value in side):
+            return figure
+        if self.terms.turn_steps >= 0:
+            log_ratios = [[math.log(b / a)] for a, b in zip(*sides, strict=True)]
+            interval = confidence_interval(log_ratios, self.terms.looks)
+        else:
+            interval = self._interval_of_values(sides)
+        verdict = judge_interval(interval, figure.limit)
+        is_wider = interval.width > figure.interval.width
+        if is_wider if prefer_quickest else verdict is RegressionVerdict.UNDECIDED:
+            return figure
+        a, b = (statistics.median(side) for side in sides)
+        reason = "" if prefer_quickest else ", because other processes disturbed the median too much"
+        note = f"quickest {QUICKEST_SHARE:.0%} of steps{reason}"
+        return replace(figure, old=a, new=b, interval=interval, verdict=verdict, note=note)
 
 
 def compare_hints(old: Mapping[str, int], new: Mapping[str, int]) -> str | None:
@@ -248,64 +276,6 @@ def compare_hints(old: Mapping[str, int], new: Mapping[str, int]) -> str | None:
         if new.get(status, 0) > old.get(status, 0)
     ]
     return "; ".join(worse) or None
-
-
-def _ratio_interval_of_steps(
-    old: Sequence[MeasuredJob],
-    new: Sequence[MeasuredJob],
-    terms: ComparisonTerms,
-    values: Callable[[MeasuredJob], list[float]],
-    *,
-    sums: bool,
-) -> RatioInterval:
-    turn_steps = terms.turn_steps
-    length = min(len(job.steps) for job in (*old, *new))
-    step_indices = _counted_step_indices(length, turn_steps)
-    size = max(turn_steps, 1) if not sums and turn_steps > 0 else max(1, len(step_indices) // BLOCK_COUNT)
-    if turn_steps >= 0:
-        pairs = [
-            _block_log_ratios(values(b), values(a), step_indices, size, sums) for a, b in zip(old, new, strict=True)
-        ]
-        return confidence_interval(pairs, terms.looks)
-    typical = [statistics.median(column) for column in zip(*(values(job)[:length] for job in old), strict=True)]
-    sides = [
-        confidence_interval(
-            [_block_log_ratios(values(job), typical, step_indices, size, sums) for job in side], terms.looks
-        )
-        for side in (new, old)
-    ]
-    return sides[0].minus(sides[1])
-
-
-def _judge_by_quickest_steps(
-    figure: ComparedFigure,
-    old: Sequence[MeasuredJob],
-    new: Sequence[MeasuredJob],
-    terms: ComparisonTerms,
-    value_of: Callable[[MeasuredStep], float],
-) -> ComparedFigure:
-    """The figure judged by its quickest steps if its median is undecided (or, with `prefer_quickest`, less precise)."""
-    if (figure.verdict is not RegressionVerdict.UNDECIDED and not terms.prefer_quickest) or min(len(old), len(new)) < 2:
-        return figure
-    sides = [[_quickest_step_time(job, value_of) for job in side] for side in (old, new)]
-    if not all(value for side in sides for value in side):
-        return figure
-    if terms.turn_steps >= 0:
-        ratio_interval = confidence_interval([[math.log(b / a)] for a, b in zip(*sides, strict=True)], terms.looks)
-    else:
-        ratio_interval = _ratio_interval_of_sides(sides, terms.looks)
-    figure_verdict = judge_interval(ratio_interval, figure.limit)
-    if (
-        figure_verdict is RegressionVerdict.UNDECIDED
-        if not terms.prefer_quickest
-        else ratio_interval.width > figure.interval.width
-    ):
-        return figure
-    a, b = (statistics.median(side) for side in sides)
-    note = f"quickest {QUICKEST_SHARE:.0%} of steps" + (
-        "" if terms.prefer_quickest else ", because other processes disturbed the median too much"
-    )
-    return ComparedFigure(figure.name, figure.unit, a, b, ratio_interval, figure.limit, figure_verdict, note)
 
 
 def _quickest_step_time(job: MeasuredJob, value_of: Callable[[MeasuredStep], float]) -> float:
@@ -320,15 +290,13 @@ def _quickest_step_time(job: MeasuredJob, value_of: Callable[[MeasuredStep], flo
 
 
 def _block_log_ratios(
-    new: Sequence[float], old: Sequence[float], step_indices: Iterable[int], size: int, sums: bool
+    new: Sequence[float], old: Sequence[float], indices: Sequence[int], size: int, sums: bool
 ) -> list[float]:
     """Logarithm of the ratio of each block: the median of step-by-step ratios, or the ratio of sums."""
-    indices = list(step_indices)
     if not sums:
-        return reduce_blocks(log_values([new[at] / old[at] for at in indices]), size)
-    above = reduce_blocks([new[at] for at in indices], size, sums=True)
-    below = reduce_blocks([old[at] for at in indices], size, sums=True)
-    return log_values([a / b for a, b in zip(above, below, strict=True)])
+        return reduce_blocks([math.log(new[at] / old[at]) for at in indices], size)
+    above, below = (reduce_blocks([values[at] for at in indices], size, sums=True) for values in (new, old))
+    return [math.log(a / b) for a, b in zip(above, below, strict=True)]
 
 
 def _counted_step_indices(length: int, turn_steps: int) -> list[int]:
@@ -336,20 +304,6 @@ def _counted_step_indices(length: int, turn_steps: int) -> list[int]:
     cold_turns = turn_steps >= COLD_TURN_STEPS
     indices = [at for at in range(_warmup_steps(length), length) if not (cold_turns and at % turn_steps == 0)]
     return indices or list(range(length))
-
-
-def _ratio_interval_of_sides(sides: Sequence[Sequence[float]], looks: int) -> RatioInterval:
-    """The interval of the ratio for figures with one value per process; the sides are treated as independent."""
-    old, new = (confidence_interval([[math.log(value)] for value in side], looks) for side in sides)
-    return new.minus(old)
-
-
-def _step_measure(old: MeasuredJob, new: MeasuredJob) -> tuple[str, Callable[[MeasuredStep], float]]:
-    """(unit, value of a step): seconds per step if both sides have the same schedule, otherwise seconds per sample."""
-    length = min(len(old.steps), len(new.steps))
-    if old.schedule[:length] == new.schedule[:length]:
-        return "s", lambda step: step.seconds
-    return "s/sample", lambda step: step.seconds / step.window
 
 
 def _steps_after_warmup(job: MeasuredJob) -> tuple[MeasuredStep, ...]:

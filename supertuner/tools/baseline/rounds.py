@@ -45,9 +45,8 @@ class ComparisonOptions:
 
     def __post_init__(self) -> None:
         if self.max_rounds < self.rounds:
-            raise OptionError(
-                f"--most {self.max_rounds} is below --repeats {self.rounds}; raise it, or lower --repeats"
-            )
+            problem = f"--most {self.max_rounds} is below --repeats {self.rounds}"
+            raise OptionError(f"{problem}; raise it, or lower --repeats")
         if self.against is not None and self.stored:
             raise OptionError("--against runs other code and --stored runs none; give only one of them")
 

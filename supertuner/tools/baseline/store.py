@@ -25,7 +25,8 @@ from typing import Any, Final
 from supertuner.core import durable
 from supertuner.core.errors import BaselineError, OptionError
 from supertuner.core.types import JSON
-from supertuner.tools.baseline.record import STEPS_FILE, MeasuredJob, job_to_json, parse_job, read_steps, step_lines
+from supertuner.tools.baseline import record
+from supertuner.tools.baseline.record import STEPS_FILE, MeasuredJob, content_digest
 
 BASELINE_FILE: Final = "baseline.json"
 CONFIG_FILE: Final = "config.json"
@@ -97,7 +98,7 @@ def save_baseline(path: Path, baseline: Baseline, report: str, extras: Mapping[s
     with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
         new_folder = Path(temporary) / path.name
         new_folder.mkdir()
-        steps = b"".join(step_lines(job.steps, repeat=at) for at, job in enumerate(baseline.jobs, start=1))
+        steps = b"".join(record.step_lines(job.steps, repeat=at) for at, job in enumerate(baseline.jobs, start=1))
         durable.write_bytes(new_folder / STEPS_FILE, steps)
         durable.write_json(new_folder / BASELINE_FILE, _document(baseline, steps))
         durable.write_json(new_folder / CONFIG_FILE, baseline.config)
@@ -116,23 +117,24 @@ def load_baseline(path: Path) -> Baseline:
         content = (path / STEPS_FILE).read_bytes()
     except OSError as error:
         raise BaselineError(f"{path / STEPS_FILE} cannot be read: {error.strerror}; capture it again") from error
-    if document.get("steps_digest") != _digest(content):
+    if document.get("steps_digest") != content_digest(content):
         raise BaselineError(f"{path / STEPS_FILE} has changed since it was written; capture it again")
     try:
         by_repeat: dict[int, list[bytes]] = {}
         for line in content.splitlines():
             by_repeat.setdefault(int(json.loads(line)["repeat"]), []).append(line)
         jobs = tuple(
-            parse_job(rest, read_steps(b"\n".join(by_repeat[at]), str(path / STEPS_FILE)), str(path / BASELINE_FILE))
+            record.parse_job(
+                rest, record.read_steps(b"\n".join(by_repeat[at]), str(path / STEPS_FILE)), str(path / BASELINE_FILE)
+            )
             for at, rest in enumerate(document["jobs"], start=1)
         )
         known = {name: document[name] for name in Baseline.__slots__ if name in document}
         _require_field_types(document)
         return Baseline(**{**known, "name": path.name, "jobs": jobs, "notes": tuple(document["notes"])})
     except (KeyError, TypeError, ValueError) as error:
-        raise BaselineError(
-            f"{path / BASELINE_FILE} has a missing or wrong field ({error}); capture it again"
-        ) from error
+        problem = f"{path / BASELINE_FILE} has a missing or wrong field ({error})"
+        raise BaselineError(f"{problem}; capture it again") from error
 
 
 def require_config_file(path: Path) -> Path:
@@ -162,8 +164,8 @@ def find_baseline(folder: Path, name: str) -> Path:
 
 def _document(baseline: Baseline, steps: bytes) -> dict[str, JSON]:
     fields: dict[str, Any] = {name: getattr(baseline, name) for name in Baseline.__slots__ if name != "jobs"}
-    body = {**fields, "steps_digest": _digest(steps), "jobs": [job_to_json(job) for job in baseline.jobs]}
-    return {"format": FORMAT, "version": VERSION, "digest": _digest(_canonical(body)), **body}
+    body = {**fields, "steps_digest": content_digest(steps), "jobs": [record.job_to_json(job) for job in baseline.jobs]}
+    return {"format": FORMAT, "version": VERSION, "digest": content_digest(_canonical(body)), **body}
 
 
 def _read_document(path: Path) -> dict[str, Any]:
@@ -174,12 +176,10 @@ def _read_document(path: Path) -> dict[str, Any]:
         raise BaselineError(f"{file} cannot be read ({error}); capture it again") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise BaselineError(f"{file} is not a baseline file; capture it again")
-    if document.get("version") != VERSION:
-        raise BaselineError(
-            f"{file} has version {document.get('version')}, this program reads {VERSION}; capture it again"
-        )
+    if (version := document.get("version")) != VERSION:
+        raise BaselineError(f"{file} has version {version}, this program reads {VERSION}; capture it again")
     body = {name: value for name, value in document.items() if name not in ("format", "version", "digest")}
-    if document.get("digest") != _digest(_canonical(body)):
+    if document.get("digest") != content_digest(_canonical(body)):
         raise BaselineError(f"{file} has changed since it was written: its checksum is wrong; capture it again")
     return body
 
@@ -195,9 +195,3 @@ def _require_field_types(document: Mapping[str, Any]) -> None:
 
 def _canonical(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, sort_keys=True, ensure_ascii=True).encode()
-
-
-def _digest(content: bytes) -> str:
-    import xxhash
-
-    return xxhash.xxh3_128_hexdigest(content)

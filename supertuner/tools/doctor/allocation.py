@@ -6,9 +6,8 @@ the software superchip; the report records which of them it was. It frees everyt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Final
 
 from supertuner.core.events import Progress
@@ -104,9 +103,7 @@ class HeldAllocations:
     def __enter__(self) -> HeldAllocations:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         while self._addresses:
             try:
                 self._driver.free(self._addresses.pop())
@@ -180,15 +177,27 @@ class AllocationTest:
 
     def _find_difference(self, block: AddressRange, value: int, bounce: AddressRange) -> str:
         """A description of the first wrong value in a block; empty if all samples are right."""
-        for offset in sample_offsets(block.nbytes):
-            content = self._driver.read(AddressRange(block.address + offset, SAMPLE_BYTES))
-            if content != bytes([value]) * SAMPLE_BYTES:
-                return f"the host reads {content[:4].hex(' ')} … at byte {offset}, not {value:02x}"
+        wrong = self._wrong_sample(block, value)
+        if wrong:
+            return f"the host reads {wrong}"
         middle = block.nbytes // 2 - block.nbytes // 2 % COPIED_BYTES
         self._driver.copy(bounce.address, block.address + middle, bounce.nbytes, self._device.number)
         content = self._driver.read(bounce)
         if content != bytes([value]) * bounce.nbytes:
             return f"a copy by the GPU holds {content[:4].hex(' ')} …, not {value:02x}"
+        return ""
+
+    def _wrong_sample(self, span: AddressRange, value: int, bounce: AddressRange | None = None) -> str:
+        """The first sample that has another value, as text; empty if there is none. With `bounce` the GPU copies each
+        sample there, otherwise the host reads it in place."""
+        for offset in sample_offsets(span.nbytes):
+            address = span.address + offset
+            if bounce is not None:
+                self._driver.copy(bounce.address, address, SAMPLE_BYTES, self._device.number)
+                address = bounce.address
+            content = self._driver.read(AddressRange(address, SAMPLE_BYTES))
+            if content != bytes([value]) * SAMPLE_BYTES:
+                return f"{content[:4].hex(' ')} … at byte {offset}, not {value:02x}"
         return ""
 
     def _time_resident_memory(self, span: AddressRange) -> None:
@@ -201,25 +210,18 @@ class AllocationTest:
             self._result.notes.append(f"resident memory was not timed: {refusal}")
             return
         self._driver.synchronize(self._device.number)
-        machine, half = self._machine, span.nbytes // 2
-        seconds = self._best_time(lambda: self._write(span, 1))
-        self._result.rates.append(
-            BandwidthMeasurement(
-                "resident, written", span.nbytes, seconds, None if machine is None else machine.gpu_write_bytes_s
-            )
-        )
-        seconds = self._best_time(
-            lambda: self._driver.copy(span.address + half, span.address, half, self._device.number)
-        )
-        self._result.rates.append(
-            BandwidthMeasurement(
-                "resident, copied", 2 * half, seconds, None if machine is None else copy_bandwidth(machine)
-            )
-        )
+        half, number = span.nbytes // 2, self._device.number
+        self._record("resident, written", span.nbytes, self._best_time(lambda: self._write(span, 1)))
+        copy_seconds = self._best_time(lambda: self._driver.copy(span.address + half, span.address, half, number))
+        self._record("resident, copied", 2 * half, copy_seconds)
+
+    def _record(self, name: str, nbytes: int, seconds: float | None) -> None:
+        expected = None if self._machine is None else EXPECTED_BANDWIDTHS[name](self._machine)
+        self._result.rates.append(BandwidthMeasurement(name, nbytes, seconds, expected))
 
     def _time_link(self, allocations: HeldAllocations) -> None:
         """Time copies in both directions between host and GPU memory, and verify the values."""
-        nbytes, number, machine = self._plan.link_bytes, self._device.number, self._machine
+        nbytes, number = self._plan.link_bytes, self._device.number
         near, far = allocations.allocate(MemoryKind.DEVICE, nbytes), allocations.allocate(MemoryKind.SYSTEM, nbytes)
         bounce = allocations.allocate(MemoryKind.SYSTEM, COPIED_BYTES)
         self._keep_on_host(far)
@@ -232,23 +234,17 @@ class AllocationTest:
             self._write(near, 0x5A)
             copy(far, near)  # populates the pages of `far`; not timed
             to_host = self._best_time(lambda: copy(far, near))
-            self._expect_on_host(far, 0x5A, "the host's buffer")
+            self._expect(far, 0x5A, None)
             self._write(near, 0xA5)
-            self._expect_on_gpu(near, 0xA5, bounce)  # so that 0x5A can only come from the next copy
+            self._expect(near, 0xA5, bounce)  # so that 0x5A can only come from the next copy
             copy(near, far)
             to_device = self._best_time(lambda: copy(near, far))
-            self._expect_on_gpu(near, 0x5A, bounce)
+            self._expect(near, 0x5A, bounce)
         if self._is_in_gpu_memory(far):
             self._result.notes.append("the link was not timed: the kernel placed the host's buffer in GPU memory")
             return
-        self._result.rates.append(
-            BandwidthMeasurement(
-                "host to GPU", nbytes, to_device, None if machine is None else machine.to_device_bytes_s
-            )
-        )
-        self._result.rates.append(
-            BandwidthMeasurement("GPU to host", nbytes, to_host, None if machine is None else machine.to_host_bytes_s)
-        )
+        self._record("host to GPU", nbytes, to_device)
+        self._record("GPU to host", nbytes, to_host)
 
     def _keep_on_host(self, span: AddressRange) -> None:
         """Keep pages in host memory: a GPU with pageable access would move them to its own memory on first access."""
@@ -269,24 +265,11 @@ class AllocationTest:
         places = self._driver.locate([span.address + at for at in sample_offsets(span.nbytes)])
         return gpu_node in places
 
-    def _expect_on_host(self, span: AddressRange, value: int, description: str) -> None:
-        for offset in sample_offsets(span.nbytes):
-            content = self._driver.read(AddressRange(span.address + offset, SAMPLE_BYTES))
-            if content != bytes([value]) * SAMPLE_BYTES:
-                self._result.wrong_values.append(
-                    f"{description} holds {content[:4].hex(' ')} … at byte {offset}, not {value:02x}"
-                )
-                return
-
-    def _expect_on_gpu(self, span: AddressRange, value: int, bounce: AddressRange) -> None:
-        for offset in sample_offsets(span.nbytes):
-            self._driver.copy(bounce.address, span.address + offset, SAMPLE_BYTES, self._device.number)
-            content = self._driver.read(AddressRange(bounce.address, SAMPLE_BYTES))
-            if content != bytes([value]) * SAMPLE_BYTES:
-                self._result.wrong_values.append(
-                    f"GPU memory holds {content[:4].hex(' ')} … at byte {offset}, not {value:02x}"
-                )
-                return
+    def _expect(self, span: AddressRange, value: int, bounce: AddressRange | None) -> None:
+        """Add a wrong value to the result: one that the host reads, or with `bounce` one that the GPU copies."""
+        if wrong := self._wrong_sample(span, value, bounce):
+            where = "the host's buffer" if bounce is None else "GPU memory"
+            self._result.wrong_values.append(f"{where} holds {wrong}")
 
     def _write(self, span: AddressRange, value: int) -> None:
         self._driver.fill(span, value, self._device.number)
@@ -325,9 +308,17 @@ def copy_bandwidth(machine: MachineSpec) -> MachineFigure | None:
     read, write = machine.gpu_read_bytes_s, machine.gpu_write_bytes_s
     if not read.value or not write.value:
         return None
-    return MachineFigure(
-        2 / (1 / read.value + 1 / write.value), f"reads and writes in turn: {read.source}", read.origin
-    )
+    bandwidth = 2 / (1 / read.value + 1 / write.value)
+    return MachineFigure(bandwidth, f"reads and writes in turn: {read.source}", read.origin)
+
+
+EXPECTED_BANDWIDTHS: Final[Mapping[str, Callable[[MachineSpec], MachineFigure | None]]] = {
+    "resident, written": lambda machine: machine.gpu_write_bytes_s,
+    "resident, copied": copy_bandwidth,
+    "host to GPU": lambda machine: machine.to_device_bytes_s,
+    "GPU to host": lambda machine: machine.to_host_bytes_s,
+}
+"""Name of a measurement → what the table of machines says."""
 
 
 def format_bandwidth(measurement: BandwidthMeasurement) -> str:

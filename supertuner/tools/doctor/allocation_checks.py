@@ -48,9 +48,8 @@ def check_allocation_result(result: AllocationTestResult) -> CheckResult:
         remedy = "look for driver errors: `sudo dmesg | grep -i -E 'nvrm|xid'`; try a smaller --oversubscription-scale"
         return bad(GROUP, name, f"{size}: the driver reported an error: {result.refusal}", remedy)
     if result.wrong_values:
-        remedy = (
-            "do not train on this machine; check `nvidia-smi -q -d ECC,PAGE_RETIREMENT` and `sudo dmesg | grep -i xid`"
-        )
+        commands = "`nvidia-smi -q -d ECC,PAGE_RETIREMENT` and `sudo dmesg | grep -i xid`"
+        remedy = f"do not train on this machine; check {commands}"
         return bad(GROUP, name, f"{size}: WRONG VALUES: {_first_places(result.wrong_values)}", remedy)
     text = f"{size}: filled, {result.verified_blocks} of {plan.blocks} blocks verified by value"
     if plan.limit_reason and plan.remedy and not result.exceeded_gpu_memory:

@@ -80,28 +80,17 @@ def plan_allocation_test(memory: AvailableMemory, scale: float) -> AllocationTes
     if requested > safe_bytes:
         limit_reason = f"{bytes_text(nbytes)} instead of {bytes_text(requested)}: {reason}"
     if nbytes < 2 * block:
-        return AllocationTestSkipped(
-            f"too little memory for a test: {limit_reason or f'{bytes_text(requested)} is less than two blocks'}"
-        )
-    link = (
-        0
-        if memory.one_pool
-        else _round_to_driver_block(min(MAX_LINK_BYTES, memory.gpu_free // 4, _spare_host_bytes(memory) // 2, nbytes))
-    )
-    too_small = "there is too little memory for its buffers"
-    no_link_reason = "CPU and GPU share one pool, so there is no link" if memory.one_pool else "" if link else too_small
-    resident = _round_to_driver_block(min(MAX_RESIDENT_BYTES, memory.gpu_free // 2, nbytes))
-    return AllocationTestPlan(
-        requested,
-        nbytes,
-        block,
-        memory.gpu_free,
-        resident,
-        link,
-        limit_reason,
-        no_link_reason,
-        remedy if limit_reason else "",
-    )
+        why = limit_reason or f"{bytes_text(requested)} is less than two blocks"
+        return AllocationTestSkipped(f"too little memory for a test: {why}")
+    free, spare = memory.gpu_free, _spare_host_bytes(memory)
+    resident = _round_to_driver_block(min(MAX_RESIDENT_BYTES, free // 2, nbytes))
+    if memory.one_pool:
+        link, no_link_reason = 0, "CPU and GPU share one pool, so there is no link"
+    else:
+        link = _round_to_driver_block(min(MAX_LINK_BYTES, free // 4, spare // 2, nbytes))
+        no_link_reason = "" if link else "there is too little memory for its buffers"
+    remedy = remedy if limit_reason else ""
+    return AllocationTestPlan(requested, nbytes, block, free, resident, link, limit_reason, no_link_reason, remedy)
 
 
 def _safe_bytes(memory: AvailableMemory) -> tuple[int, str, str]:
@@ -111,22 +100,16 @@ def _safe_bytes(memory: AvailableMemory) -> tuple[int, str, str]:
         reason = "CPU and GPU share one pool, and exhausting it hangs the machine; half of the free memory is tested"
         return int(min(spare, memory.gpu_free) * SHARED_POOL_SHARE), reason, ""
     if memory.concurrent is False:
-        return (
-            int(memory.gpu_free * 0.9),
-            "without concurrent managed access the GPU cannot exceed its own memory",
-            "",
-        )
+        reason = "without concurrent managed access the GPU cannot exceed its own memory"
+        return int(memory.gpu_free * 0.9), reason, ""
     if memory.host_available is None:
         return int(memory.gpu_free * 0.9), "the amount of free host memory is unknown, so none of it is used", ""
     if memory.stand_in:
         return spare // 2, "the GPU is a stand-in that uses host memory", ""
     floor_text = bytes_text(_host_floor(memory))
     reason = f"{bytes_text(memory.host_available)} of host memory are available, and {floor_text} stay free"
-    return (
-        memory.gpu_free + spare,
-        reason,
-        "free host memory and try again: `ps aux --sort=-rss | head` lists the largest processes",
-    )
+    remedy = "free host memory and try again: `ps aux --sort=-rss | head` lists the largest processes"
+    return memory.gpu_free + spare, reason, remedy
 
 
 def _spare_host_bytes(memory: AvailableMemory) -> int:

@@ -19,7 +19,8 @@ from supertuner.core.errors import SuperTunerError
 from supertuner.core.types import JSON, MIB
 from supertuner.memory.driver import NotAvailable
 from supertuner.memory.probe import GpuFacts, MachineFacts
-from supertuner.tools.doctor.allocation import AllocationTestResult, BandwidthMeasurement
+from supertuner.tools.doctor.allocation import BandwidthMeasurement
+from supertuner.tools.doctor.allocation_plan import AllocationTestSkipped
 from supertuner.tools.doctor.check_result import CheckStatus
 from supertuner.tools.doctor.requirements import DoctorFindings
 from supertuner.tools.doctor.system_snapshot import SystemSnapshot
@@ -28,6 +29,12 @@ DEFAULT_NAME: Final = "gh200_diagnostic_report.json"
 REPORT_KIND: Final = "supertuner doctor"
 SCHEMA_VERSION: Final = 1
 """Incremented when a field is removed or changes its meaning; new fields may be added at any time."""
+HOST_FIELDS: Final = (
+    "arch", "kernel", "cpu_name", "cpus", "page_bytes", "memory_total", "memory_available", "host_available",
+    "machine_memory", "swap_used", "numa_balancing", "transparent_hugepages", "nodes", "uvm_parameters", "shm_bytes",
+    "shm_free", "folder", "folder_free", "open_files", "compiler",
+)  # fmt: skip
+"""Fields of `MachineFacts` and `HostResources` in the order of the report."""
 MAX_REPORT_BYTES: Final = 16 * MIB
 """A larger file cannot be a doctor's report, so it is not read to find out."""
 
@@ -35,7 +42,7 @@ MAX_REPORT_BYTES: Final = 16 * MIB
 def build_report(
     findings: DoctorFindings, required: Sequence[str], unmet: Sequence[str], made_at: datetime | None = None
 ) -> dict[str, JSON]:
-    snapshot = findings.snapshot
+    snapshot, library = findings.snapshot, findings.snapshot.overflow_library
     marks = [check.status for check in findings.checks]
     return {
         "report": REPORT_KIND,
@@ -64,7 +71,10 @@ def build_report(
             "settings_problems": list(snapshot.settings_problems),
         },
         "hints": asdict(snapshot.hints),
-        "overflow": _overflow(snapshot.overflow_library),
+        "overflow": {
+            "built": None if isinstance(library, NotAvailable) else str(library),
+            "reason": library.reason if isinstance(library, NotAvailable) else None,
+        },
         "checks": [
             {"group": c.group, "name": c.name, "mark": c.status.value, "finding": c.finding, "remedy": c.remedy}
             for c in findings.checks
@@ -81,29 +91,9 @@ def _machine(facts: MachineFacts) -> JSON:
 
 
 def _host(snapshot: SystemSnapshot) -> JSON:
-    facts, around = snapshot.facts, snapshot.resources
-    return {
-        "arch": facts.arch,
-        "kernel": facts.kernel,
-        "cpu_name": facts.cpu_name,
-        "cpus": facts.cpus,
-        "page_bytes": facts.page_bytes,
-        "memory_total": facts.memory_total,
-        "memory_available": facts.memory_available,
-        "host_available": around.host_available,
-        "machine_memory": around.machine_memory,
-        "swap_used": facts.swap_used,
-        "numa_balancing": facts.numa_balancing,
-        "transparent_hugepages": facts.transparent_hugepages,
-        "nodes": [asdict(node) for node in facts.nodes],
-        "uvm_parameters": dict(facts.uvm_parameters),
-        "shm_bytes": around.shm_bytes,
-        "shm_free": around.shm_free,
-        "folder": around.folder,
-        "folder_free": around.folder_free,
-        "open_files": around.open_files,
-        "compiler": around.compiler,
-    }
+    facts, resources = snapshot.facts, snapshot.resources
+    fields = {name: getattr(resources if hasattr(resources, name) else facts, name) for name in HOST_FIELDS}
+    return fields | {"nodes": [asdict(node) for node in facts.nodes], "uvm_parameters": dict(facts.uvm_parameters)}
 
 
 def _gpu(gpu: GpuFacts) -> JSON:
@@ -115,38 +105,30 @@ def _gpu(gpu: GpuFacts) -> JSON:
     }
 
 
-def _overflow(library: Path | NotAvailable) -> JSON:
-    if isinstance(library, NotAvailable):
-        return {"built": None, "reason": library.reason}
-    return {"built": str(library), "reason": None}
-
-
 def _allocation(findings: DoctorFindings) -> JSON:
     result = findings.allocation
-    was_run = isinstance(result, AllocationTestResult)
-    fields: Mapping[str, JSON] = dict.fromkeys(
-        ("asked_bytes", "tested_bytes", "gpu_bytes", "beyond_gpu_memory", "limited", "blocks", "verified", "problem")
-    )
-    if isinstance(result, AllocationTestResult):
-        fields = {
-            "asked_bytes": result.plan.requested_bytes,
-            "tested_bytes": result.plan.nbytes,
-            "gpu_bytes": result.gpu_bytes,
-            "beyond_gpu_memory": result.exceeded_gpu_memory,
-            "limited": result.plan.limit_reason or None,
-            "blocks": result.plan.blocks,
-            "verified": result.verified_blocks,
-            "problem": result.refusal,
-        }
+    if isinstance(result, AllocationTestSkipped):
+        no_figures = dict.fromkeys(
+            ("passed", "figures", "asked_bytes", "tested_bytes", "gpu_bytes", "beyond_gpu_memory", "limited", "blocks")
+        )
+        no_problems: dict[str, JSON] = {"verified": None, "problem": None, "wrong": [], "notes": [], "rates": []}
+        return {"made": False, "not_made": result.reason, **no_figures, **no_problems}
     return {
-        "made": was_run,
-        "not_made": None if isinstance(result, AllocationTestResult) else result.reason,
-        "passed": result.passed if isinstance(result, AllocationTestResult) else None,
-        "figures": findings.snapshot.driver.figure_origin if was_run else None,
-        **fields,
-        "wrong": list(result.wrong_values) if isinstance(result, AllocationTestResult) else [],
-        "notes": list(result.notes) if isinstance(result, AllocationTestResult) else [],
-        "rates": [_bandwidth(rate) for rate in result.rates] if isinstance(result, AllocationTestResult) else [],
+        "made": True,
+        "not_made": None,
+        "passed": result.passed,
+        "figures": findings.snapshot.driver.figure_origin,
+        "asked_bytes": result.plan.requested_bytes,
+        "tested_bytes": result.plan.nbytes,
+        "gpu_bytes": result.gpu_bytes,
+        "beyond_gpu_memory": result.exceeded_gpu_memory,
+        "limited": result.plan.limit_reason or None,
+        "blocks": result.plan.blocks,
+        "verified": result.verified_blocks,
+        "problem": result.refusal,
+        "wrong": list(result.wrong_values),
+        "notes": list(result.notes),
+        "rates": [_bandwidth(rate) for rate in result.rates],
     }
 
 
@@ -182,9 +164,7 @@ def report_path(path: Path, overwrite: bool) -> Path:
             f"{path} exists and is not a report of `supertuner doctor`; name another with --report, or give --overwrite"
         )
     if not os.access(target.parent, os.W_OK):
-        raise SuperTunerError(
-            f"--report {path}: its folder is not writable; name a file in a writable folder with --report"
-        )
+        raise SuperTunerError(f"--report {path}: its folder is not writable; name a file in a writable folder")
     return target
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from supertuner.core.events import Progress
+from supertuner.core.events import NullSink, Progress
 from supertuner.core.host import HostFacts
 from supertuner.memory.cuda import open_cuda
 from supertuner.memory.driver import Driver, DriverError, NotAvailable
@@ -25,8 +25,8 @@ def examine_machine(
     host: HostFacts,
     environ: Mapping[str, str],
     scale: float | None,
-    progress: Progress,
-    show: Callable[[Sequence[CheckResult]], None],
+    progress: Progress | None = None,
+    show: Callable[[Sequence[CheckResult]], None] = lambda checks: None,
 ) -> DoctorFindings:
     """Check this machine, `show` the results, then run the allocation test and `show` its results.
 
@@ -38,7 +38,9 @@ def examine_machine(
     test_result: AllocationTestResult | AllocationTestSkipped = AllocationTestSkipped("--skip-allocation")
     if scale is not None:
         stand_in = snapshot.driver.figure_origin == "stand-in"
-        test_result = run_allocation_test(snapshot.facts, driver, host, scale, progress, stand_in=stand_in)
+        test_result = run_allocation_test(
+            snapshot.facts, driver, host, scale, progress or NullSink(), stand_in=stand_in
+        )
     test_checks = tuple(allocation_checks(test_result, snapshot.driver.figure_origin))
     show(test_checks)
     return DoctorFindings(snapshot, (*checks, *test_checks), test_result)

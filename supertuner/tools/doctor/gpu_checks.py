@@ -48,9 +48,8 @@ def check_machine(snapshot: SystemSnapshot) -> CheckResult:
     host = f"{facts.arch or 'unknown architecture'}, {facts.cpus} CPUs, Linux {facts.kernel or 'of unknown version'}"
     if facts.machine is None:
         name = facts.gpus[0].device.name if facts.gpus else facts.cpu_name or "this machine"
-        return absent(
-            GROUP, "machine", f"{name} is not in the table of machines: there are no bandwidths to compare with"
-        )
+        finding = f"{name} is not in the table of machines: there are no bandwidths to compare with"
+        return absent(GROUP, "machine", finding)
     link = f", {facts.machine.link}" if facts.machine.link != "none" else ""
     return good(GROUP, "machine", f"{facts.machine.title} ({facts.machine.key}){link}; {host}")
 
@@ -103,9 +102,8 @@ def check_ats(device: DeviceProperties, snapshot: SystemSnapshot) -> CheckResult
     if device.host_page_tables:
         return good(GROUP, "", "the GPU uses the host's page tables: it can access ordinary host memory")
     if row is not None and row.ats and not row.one_pool:
-        remedy = (
-            "see `cat /proc/driver/nvidia/params | grep -i -E 'ats|coherent'` and `nvidia-smi -q | grep -i addressing`"
-        )
+        parameters = "`cat /proc/driver/nvidia/params | grep -i -E 'ats|coherent'`"
+        remedy = f"see {parameters} and `nvidia-smi -q | grep -i addressing`"
         return bad(GROUP, "", f"off, although {row.title} supports it: ordinary memory is copied page by page", remedy)
     if device.host_page_tables is None:
         return absent(GROUP, "", "not reported by the driver")

@@ -6,7 +6,6 @@ uses the host's page tables faults on each of them; 4 KiB pages need sixteen tim
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 from supertuner.core.types import GIB, KIB, bytes_text
@@ -24,18 +23,6 @@ MIN_FREE_DISK_BYTES: Final = 20 * GIB
 PAGE_64K_BYTES: Final = 64 * KIB
 
 
-def host_checks(snapshot: SystemSnapshot) -> Iterator[CheckResult]:
-    yield check_page_size(snapshot)
-    yield check_numa_balancing(snapshot)
-    yield check_huge_pages(snapshot)
-    yield check_memory(snapshot)
-    yield check_memory_limit(snapshot)
-    yield check_swap(snapshot)
-    yield check_shared_memory(snapshot)
-    yield check_open_files(snapshot)
-    yield check_disk(snapshot)
-
-
 def shares_page_tables(snapshot: SystemSnapshot) -> bool:
     """Whether this is a Grace superchip with two memories, where the kernel's page settings also affect the GPU."""
     facts = snapshot.facts
@@ -49,10 +36,8 @@ def check_page_size(snapshot: SystemSnapshot) -> CheckResult:
         return absent(GROUP, "page size", "unknown")
     if shares_page_tables(snapshot) and page_bytes < PAGE_64K_BYTES:
         finding = f"{bytes_text(page_bytes)} on a Grace superchip: many address translations; 64 KiB is recommended"
-        remedy = (
-            "boot a 64k kernel: `sudo apt install linux-nvidia-64k-hwe-24.04` (its name on Ubuntu 24.04), then reboot"
-        )
-        return warning(GROUP, "page size", finding, remedy)
+        install = "`sudo apt install linux-nvidia-64k-hwe-24.04` (its name on Ubuntu 24.04)"
+        return warning(GROUP, "page size", finding, f"boot a 64k kernel: {install}, then reboot")
     return good(GROUP, "page size", bytes_text(page_bytes))
 
 
@@ -135,9 +120,8 @@ def check_shared_memory(snapshot: SystemSnapshot) -> CheckResult:
 def check_open_files(snapshot: SystemSnapshot) -> CheckResult:
     limit = snapshot.resources.open_files
     if limit is not None and limit < MIN_OPEN_FILES:
-        return warning(
-            GROUP, "open files", f"at most {limit:,}: staging with many threads may run out", "`ulimit -n 65536`"
-        )
+        finding = f"at most {limit:,}: staging with many threads may run out"
+        return warning(GROUP, "open files", finding, "`ulimit -n 65536`")
     return good(GROUP, "open files", "no limit" if limit is None else f"at most {limit:,}")
 
 
@@ -149,3 +133,10 @@ def check_disk(snapshot: SystemSnapshot) -> CheckResult:
         finding = f"{bytes_text(free)} free in {folder}: checkpoints may not fit"
         return warning(GROUP, "disk", finding, "find a larger disk with `df -h`, and set run.output_dir to it")
     return good(GROUP, "disk", f"{bytes_text(free)} free in {folder}")
+
+
+HOST_CHECKS: Final = (
+    check_page_size, check_numa_balancing, check_huge_pages, check_memory, check_memory_limit, check_swap,
+    check_shared_memory, check_open_files, check_disk,
+)  # fmt: skip
+"""In display order."""

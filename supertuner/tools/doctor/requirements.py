@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from supertuner.core.errors import OptionError
-from supertuner.memory.driver import NotAvailable
+from supertuner.memory.probe import MachineFacts
 from supertuner.tools.doctor.allocation import AllocationTestResult
 from supertuner.tools.doctor.allocation_plan import AllocationTestSkipped
 from supertuner.tools.doctor.check_result import CheckResult, CheckStatus
 from supertuner.tools.doctor.gpu_checks import BATCH_CALLS_VERSION, gpu_checks
-from supertuner.tools.doctor.host_checks import PAGE_64K_BYTES, host_checks
+from supertuner.tools.doctor.host_checks import HOST_CHECKS, PAGE_64K_BYTES
 from supertuner.tools.doctor.software_checks import software_checks
 from supertuner.tools.doctor.system_snapshot import SystemSnapshot
+from supertuner.tools.doctor.torch_probe import TorchProbeResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +28,21 @@ class DoctorFindings:
     allocation: AllocationTestResult | AllocationTestSkipped
 
     @property
+    def facts(self) -> MachineFacts:
+        return self.snapshot.facts
+
+    @property
+    def torch(self) -> TorchProbeResult:
+        return self.snapshot.torch
+
+    @property
     def memory_corrupted(self) -> bool:
         """Whether memory returned other values than were written; such a machine must not be used for training."""
         return isinstance(self.allocation, AllocationTestResult) and bool(self.allocation.wrong_values)
 
 
 def all_checks(snapshot: SystemSnapshot) -> tuple[CheckResult, ...]:
-    return (*gpu_checks(snapshot), *software_checks(snapshot), *host_checks(snapshot))
+    return (*gpu_checks(snapshot), *software_checks(snapshot), *(check(snapshot) for check in HOST_CHECKS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,65 +56,55 @@ class DoctorRequirement:
 def _gpu_ability(name: str) -> Callable[[DoctorFindings], bool | None]:
     """A property of the first GPU, as the driver reports it; False without a GPU."""
 
-    def met(findings: DoctorFindings) -> bool | None:
-        gpus = findings.snapshot.facts.gpus
-        answer: bool | None = getattr(gpus[0].device, name) if gpus else False
+    def met(found: DoctorFindings) -> bool | None:
+        answer: bool | None = getattr(found.facts.gpus[0].device, name) if found.facts.gpus else False
         return answer
 
     return met
 
 
-def _has_batch_calls(findings: DoctorFindings) -> bool:
-    version = findings.snapshot.facts.driver_version
+def _negate(fact: float | None) -> bool | None:
+    """Whether a fact is false or zero; None if it is unknown."""
+    return None if fact is None else not fact
+
+
+def _has_batch_calls(found: DoctorFindings) -> bool:
+    version = found.facts.driver_version
     return version is not None and version >= BATCH_CALLS_VERSION
 
 
-def _is_known_machine(findings: DoctorFindings) -> bool:
-    row = findings.snapshot.facts.machine
-    return row is not None and row.key != "cpu"
+def _is_known_machine(found: DoctorFindings) -> bool:
+    return found.facts.machine is not None and found.facts.machine.key != "cpu"
+
+
+def _passed_beyond_gpu_memory(found: DoctorFindings) -> bool:
+    result = found.allocation
+    return isinstance(result, AllocationTestResult) and result.passed and result.exceeded_gpu_memory
 
 
 REQUIREMENTS: Final[Mapping[str, DoctorRequirement]] = {
-    "gpu": DoctorRequirement("a GPU", lambda findings: bool(findings.snapshot.facts.gpus)),
+    "gpu": DoctorRequirement("a GPU", lambda found: bool(found.facts.gpus)),
     "known-machine": DoctorRequirement("a machine with a GPU from the table of machines", _is_known_machine),
     "managed": DoctorRequirement("managed memory", _gpu_ability("managed")),
     "concurrent": DoctorRequirement("CPU and GPU can use managed memory at once", _gpu_ability("concurrent_managed")),
     "ats": DoctorRequirement("the GPU uses the host's page tables", _gpu_ability("host_page_tables")),
     "direct": DoctorRequirement("the CPU reads GPU memory in place", _gpu_ability("direct_host_access")),
-    "one-pool": DoctorRequirement("CPU and GPU share one pool", lambda findings: findings.snapshot.facts.one_pool),
+    "one-pool": DoctorRequirement("CPU and GPU share one pool", lambda found: found.facts.one_pool),
     "batch-calls": DoctorRequirement("a driver for CUDA 13 or newer", _has_batch_calls),
-    "cuda-torch": DoctorRequirement(
-        "a CUDA build of torch that sees a GPU", lambda findings: bool(findings.snapshot.torch.sees)
-    ),
-    "stock-torch": DoctorRequirement(
-        "a torch that is known to be stock",
-        lambda findings: None if findings.snapshot.torch.patched is None else not findings.snapshot.torch.patched,
-    ),
-    "pages-64k": DoctorRequirement(
-        "pages of 64 KiB", lambda findings: findings.snapshot.facts.page_bytes == PAGE_64K_BYTES
-    ),
+    "cuda-torch": DoctorRequirement("a CUDA build of torch that sees a GPU", lambda found: bool(found.torch.sees)),
+    "stock-torch": DoctorRequirement("a torch that is known to be stock", lambda found: _negate(found.torch.patched)),
+    "pages-64k": DoctorRequirement("pages of 64 KiB", lambda found: found.facts.page_bytes == PAGE_64K_BYTES),
     "no-numa-balancing": DoctorRequirement(
-        "NUMA balancing is off or not in the kernel", lambda findings: not findings.snapshot.facts.numa_balancing
+        "NUMA balancing is off or not in the kernel", lambda found: not found.facts.numa_balancing
     ),
-    "no-swap": DoctorRequirement(
-        "no swap in use",
-        lambda findings: None if findings.snapshot.facts.swap_used is None else not findings.snapshot.facts.swap_used,
-    ),
+    "no-swap": DoctorRequirement("no swap in use", lambda found: _negate(found.facts.swap_used)),
     "overflow": DoctorRequirement(
-        "the overflow allocator is built",
-        lambda findings: not isinstance(findings.snapshot.overflow_library, NotAvailable),
+        "the overflow allocator is built", lambda found: isinstance(found.snapshot.overflow_library, Path)
     ),
-    "hints": DoctorRequirement("residency hints would be on", lambda findings: findings.snapshot.hints.on),
-    "allocation": DoctorRequirement(
-        "the allocation test passed, beyond GPU memory",
-        lambda findings: (
-            isinstance(findings.allocation, AllocationTestResult)
-            and findings.allocation.passed
-            and findings.allocation.exceeded_gpu_memory
-        ),
-    ),
+    "hints": DoctorRequirement("residency hints would be on", lambda found: found.snapshot.hints.on),
+    "allocation": DoctorRequirement("the allocation test passed, beyond GPU memory", _passed_beyond_gpu_memory),
     "no-traps": DoctorRequirement(
-        "no check is marked ✗", lambda findings: not any(check.status is CheckStatus.BAD for check in findings.checks)
+        "no check is marked ✗", lambda found: all(check.status is not CheckStatus.BAD for check in found.checks)
     ),
 }
 
@@ -121,8 +121,9 @@ def parse_requirements(text: str) -> tuple[str, ...]:
 
 def unmet_requirements(names: tuple[str, ...], findings: DoctorFindings) -> list[str]:
     """Requirements that are not met, as text: `ats: the GPU uses the host's page tables (unknown)`."""
-    answers = {name: REQUIREMENTS[name].is_met(findings) for name in names}
-    unknown = {name: " (unknown)" if answer is None else "" for name, answer in answers.items()}
-    return [
-        f"{name}: {REQUIREMENTS[name].description}{unknown[name]}" for name, answer in answers.items() if not answer
-    ]
+    unmet = []
+    for name in names:
+        requirement = REQUIREMENTS[name]
+        if not (is_met := requirement.is_met(findings)):
+            unmet.append(f"{name}: {requirement.description}{' (unknown)' if is_met is None else ''}")
+    return unmet

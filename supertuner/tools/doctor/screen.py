@@ -10,18 +10,8 @@ from typing import Final
 from supertuner.core.types import escape_for_terminal
 from supertuner.tools.doctor.check_result import CheckResult, CheckStatus
 
-SIGNS: Final[Mapping[CheckStatus, str]] = {
-    CheckStatus.GOOD: "✓",
-    CheckStatus.WARNING: "!",
-    CheckStatus.BAD: "✗",
-    CheckStatus.ABSENT: "–",
-}
-PLAIN_SIGNS: Final[Mapping[CheckStatus, str]] = {
-    CheckStatus.GOOD: "+",
-    CheckStatus.WARNING: "!",
-    CheckStatus.BAD: "x",
-    CheckStatus.ABSENT: "-",
-}
+SIGNS: Final[Mapping[CheckStatus, str]] = {status: sign for status, sign in zip(CheckStatus, "✓!✗–", strict=True)}
+PLAIN_SIGNS: Final[Mapping[CheckStatus, str]] = {status: sign for status, sign in zip(CheckStatus, "+!x-", strict=True)}
 """For output in an encoding without the other signs, such as ASCII."""
 ASCII_REPLACEMENTS: Final[Mapping[str, str]] = {"→": "->", "×": "x", "…": "...", "–": "-"}
 NAME_COLUMN: Final = 22
@@ -32,11 +22,7 @@ NO_BREAK_SPACE: Final = "\u00a0"
 
 def visible_checks(checks: Iterable[CheckResult]) -> list[CheckResult]:
     """The checks without those that need a GPU, if there is none."""
-    return [
-        check
-        for check in checks
-        if not (check.needs_gpu and check.status is CheckStatus.ABSENT and check.finding == "no GPU")
-    ]
+    return [check for check in checks if not (check.needs_gpu and check.finding == "no GPU")]
 
 
 def check_lines(check: CheckResult, width: int | None, signs: Mapping[CheckStatus, str] = SIGNS) -> list[str]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final
 
 from supertuner.config.sources import alloc_conf
 from supertuner.memory.driver import NotAvailable
-from supertuner.tools.doctor.check_result import CheckResult, CheckStatus, absent, bad, good, warning
+from supertuner.tools.doctor.check_result import CheckResult, absent, bad, good, warning
 from supertuner.tools.doctor.system_snapshot import SettingVariable, SystemSnapshot
 
 TORCH, ENVIRONMENT, PARTS = "torch", "environment", "SuperTuner"
@@ -18,16 +17,11 @@ SOURCE_SCRIPT_REMEDY: Final = "`. scripts/setup_gh200_env.sh`"
 
 
 def software_checks(snapshot: SystemSnapshot) -> Iterator[CheckResult]:
-    yield check_torch(snapshot)
-    yield check_torch_patches(snapshot)
-    yield check_allocator_settings(snapshot)
-    yield check_memory_fraction(snapshot)
-    for setting_variable in snapshot.variables:
-        yield check_setting_variable(setting_variable)
-    yield check_own_variables(snapshot)
-    yield check_hints(snapshot)
-    yield check_overflow_allocator(snapshot)
-    yield check_compiler(snapshot)
+    for check in (check_torch, check_torch_patches, check_allocator_settings, check_memory_fraction):
+        yield check(snapshot)
+    yield from map(check_setting_variable, snapshot.variables)
+    for check in (check_own_variables, check_hints, check_overflow_allocator, check_compiler):
+        yield check(snapshot)
 
 
 def check_torch(snapshot: SystemSnapshot) -> CheckResult:
@@ -67,28 +61,24 @@ def check_torch_patches(snapshot: SystemSnapshot) -> CheckResult:
 
 
 def check_allocator_settings(snapshot: SystemSnapshot) -> CheckResult:
-    name = "allocator settings"
-    if not snapshot.allocator_variables:
+    name, variables = "allocator settings", snapshot.allocator_variables
+    if not variables:
         return good(TORCH, name, "none set")
     if snapshot.torch.refuses:
         unknown = f"torch does not know {', '.join(snapshot.torch.refuses)} and fails at its first use of the GPU"
-        return bad(TORCH, name, unknown, f"correct it, or `unset {' '.join(snapshot.allocator_variables)}`")
+        return bad(TORCH, name, unknown, f"correct it, or `unset {' '.join(variables)}`")
     keys = {
         var: [entry.key for entry in alloc_conf.parse_entries(text) if entry.is_uvm_key]
-        for var, text in snapshot.allocator_variables.items()
+        for var, text in variables.items()
     }
     holding = [var for var, uvm_keys in keys.items() if uvm_keys]
     if not holding:
-        return good(TORCH, name, ", ".join(f"{var}={text}" for var, text in snapshot.allocator_variables.items()))
+        return good(TORCH, name, ", ".join(f"{var}={text}" for var, text in variables.items()))
     keys_text = "; ".join(f"{var} contains {', '.join(keys[var])}" for var in holding)
-    remedy = (
-        f"`unset {' '.join(holding)}`, then {SOURCE_SCRIPT_REMEDY}, which sets ratio and pattern in separate variables"
-    )
-    wrong = [
-        f"{var}: {what}"
-        for var in holding
-        for what in alloc_conf.alloc_conf_problems(snapshot.allocator_variables[var])
-    ]
+    script_effect = "which sets ratio and pattern in separate variables"
+    remedy = f"`unset {' '.join(holding)}`, then {SOURCE_SCRIPT_REMEDY}, {script_effect}"
+    problems = {var: alloc_conf.alloc_conf_problems(variables[var]) for var in holding}
+    wrong = [f"{var}: {problem}" for var, found in problems.items() for problem in found]
     if snapshot.torch.patched:
         return good(TORCH, name, f"{keys_text}, which this patched torch accepts")
     if wrong:
@@ -100,31 +90,21 @@ def check_allocator_settings(snapshot: SystemSnapshot) -> CheckResult:
 
 
 def check_memory_fraction(snapshot: SystemSnapshot) -> CheckResult:
-    holding = [
-        var for var, text in snapshot.allocator_variables.items() if alloc_conf.memory_fraction(text) is not None
-    ]
-    if not holding:
+    variables = snapshot.allocator_variables.items()
+    var = next((var for var, text in variables if alloc_conf.memory_fraction(text) is not None), None)
+    if var is None:
         return good(TORCH, "memory fraction", "not set")
-    finding = (
-        f"{holding[0]} sets {alloc_conf.MEMORY_FRACTION_KEY}, which also limits overflowed bytes; "
-        "memory.overflow cannot be enabled together with it"
-    )
-    remedy = (
-        f"remove it from {holding[0]}, or `unset {holding[0]}`; memory.overflow.gpu_reserve_gb keeps GPU memory free"
-    )
-    return warning(TORCH, "memory fraction", finding, remedy)
+    effect = "which also limits overflowed bytes; memory.overflow cannot be enabled together with it"
+    remedy = f"remove it from {var}, or `unset {var}`; memory.overflow.gpu_reserve_gb keeps GPU memory free"
+    return warning(TORCH, "memory fraction", f"{var} sets {alloc_conf.MEMORY_FRACTION_KEY}, {effect}", remedy)
 
 
 def check_setting_variable(variable: SettingVariable) -> CheckResult:
     value = "nothing" if variable.value is None else json.dumps(variable.value)
     label = variable.setting.rsplit("_", 1)[1] + " variable"
     if variable.problem is not None:
-        return bad(
-            ENVIRONMENT,
-            label,
-            f"{variable.name}: {variable.problem}",
-            f"`unset {variable.name}`, then {SOURCE_SCRIPT_REMEDY}",
-        )
+        remedy = f"`unset {variable.name}`, then {SOURCE_SCRIPT_REMEDY}"
+        return bad(ENVIRONMENT, label, f"{variable.name}: {variable.problem}", remedy)
     if not variable.given:
         state = "unset" if variable.given is None else "empty"
         rest = "" if variable.value is None else f": {variable.setting} is {value}"
@@ -146,10 +126,8 @@ def check_hints(snapshot: SystemSnapshot) -> CheckResult:
     enabled = snapshot.hints
     if enabled.on:
         return good(PARTS, "hints", f"would be on: {enabled.reason}")
-    requested_by_variable = any(
-        variable.setting.endswith("enable_uvm_hints") and variable.value is True for variable in snapshot.variables
-    )
-    if requested_by_variable and enabled.asked and snapshot.facts.gpus:
+    values = [variable.value for variable in snapshot.variables if variable.setting.endswith("enable_uvm_hints")]
+    if True in values and enabled.asked and snapshot.facts.gpus:
         return warning(PARTS, "hints", f"would be off: {enabled.reason}", "`unset SIMPLETUNER_GH200_ENABLE_UVM_HINTS`")
     not_requested = enabled.asked is None and bool(snapshot.facts.gpus)
     return absent(PARTS, "hints", f"would be off: {enabled.reason}", SOURCE_SCRIPT_REMEDY if not_requested else "")
@@ -158,13 +136,9 @@ def check_hints(snapshot: SystemSnapshot) -> CheckResult:
 def check_overflow_allocator(snapshot: SystemSnapshot) -> CheckResult:
     if not isinstance(snapshot.overflow_library, NotAvailable):
         return good(PARTS, "overflow allocator", f"built: {snapshot.overflow_library.name}")
-    check = warning(PARTS, "overflow allocator", "not built; everything else works", BUILD_REMEDY)
-    return check if snapshot.facts.gpus else replace(check, status=CheckStatus.ABSENT)
-
-
-BUILD_REMEDY: Final = (
-    "install a C compiler (`sudo apt install gcc`), then build: `pip install -e .` in SuperTuner's folder"
-)
+    remedy = "install a C compiler (`sudo apt install gcc`), then build: `pip install -e .` in SuperTuner's folder"
+    judge = warning if snapshot.facts.gpus else absent
+    return judge(PARTS, "overflow allocator", "not built; everything else works", remedy)
 
 
 def check_compiler(snapshot: SystemSnapshot) -> CheckResult:

@@ -109,9 +109,8 @@ def take_snapshot(
         torch_facts = threads.submit(torch, environ)
         facts = probe_machine(host, driver, nvml)
         variables = tuple(_read_setting_variable(export.name, environ) for export in exports.GH200_EXPORTS)
-        own_variables = {
-            name: value for name, value in environ.items() if name.startswith(environment.VARIABLE_PREFIX) and value
-        }
+        prefix = environment.VARIABLE_PREFIX
+        own_variables = {name: value for name, value in environ.items() if name.startswith(prefix) and value}
         return SystemSnapshot(
             facts=facts,
             driver=DriverIdentity("none" if isinstance(driver, NotAvailable) else "cuda", library, figure_origin(host)),
@@ -147,13 +146,10 @@ def mapped_library(host: HostFacts, name: str = "libcuda.so") -> str | None:
 def _read_setting_variable(name: str, environ: Mapping[str, str]) -> SettingVariable:
     """What one variable sets, computed by the configuration loader itself; an invalid value is reported as problem."""
     setting, value = environment.SETTING_BY_VARIABLE[name], environ.get(name)
-    this_variable = {name: value} if value else {}
-    problems = [
-        problem.message.removesuffix(f" (from environment: {name})") for problem in _setting_problems(this_variable)
-    ]
-    return SettingVariable(
-        name, value, setting, _setting_value(setting, {} if problems else this_variable), "; ".join(problems) or None
-    )
+    this_variable, suffix = {name: value} if value else {}, f" (from environment: {name})"
+    problems = [problem.message.removesuffix(suffix) for problem in _setting_problems(this_variable)]
+    effective = _setting_value(setting, {} if problems else this_variable)
+    return SettingVariable(name, value, setting, effective, "; ".join(problems) or None)
 
 
 def _setting_problems(environ: Mapping[str, str]) -> tuple[ConfigProblem, ...]:

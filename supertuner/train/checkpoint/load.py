@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -204,6 +204,10 @@ class CheckpointInfo:
     parts: tuple[str, ...]
     problem: str | None
     """What is wrong with its manifest or a file's size; None if nothing is wrong."""
+
+    def to_dict(self) -> dict[str, JSON]:
+        """Everything as JSON values."""
+        return asdict(self) | {"path": str(self.path), "parts": list(self.parts)}
 
 
 def load_checkpoint(path: Path, progress: Progress | None = None, *, verified: bool = False) -> LoadedCheckpoint:

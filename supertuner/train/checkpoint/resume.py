@@ -149,7 +149,9 @@ def _require_same_initial_weights(run: TrainingRun, loaded: LoadedCheckpoint) ->
         decides = setting.endswith(".frozen") or any(dataset.prior for dataset in run.config.datasets)
         if is_own_checkpoint and decides:
             problem = f"{expert} was trained with other tensors in the file of {setting}"
-            remedy = "or start another run.name with --resume and this checkpoint if the change is intended"
+            remedy = (
+                "or, if the change is intended, start another run.name with checkpoints.resume set to this checkpoint"
+            )
             raise CheckpointError(f"{loaded.path}: {problem}; restore that file, {remedy}")
         effect = "training continues on the new file" if decides else "the checkpoint's values count, not the file's"
         _warn(run, loaded, f"{expert} was trained with other tensors (or none) in the file of {setting}: {effect}")

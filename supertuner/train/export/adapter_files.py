@@ -115,7 +115,7 @@ def refuse_checkpoint_part(path: Path) -> None:
     if path.name.startswith(TRAINED_PART_PREFIXES) and (path.parent / MANIFEST_FILE).is_file():
         raise ModelError(
             f"{path} is a part of a checkpoint and does not contain its alpha, which is a setting of its run; to "
-            f"export it, train with another run.name, --resume {path.parent} and train.max_steps set to its step"
+            f"export it, train with another run.name, checkpoints.resume={path.parent} and train.max_steps at its step"
         )
 
 
@@ -131,8 +131,8 @@ def with_expert(file: AdapterFile, expert: str | None) -> AdapterFile:
         raise ModelError(f"{file.path} was trained for {metadata_expert} by its metadata, not for {expert}")
     if file_name_expert is not None and file_name_expert != (expert or file.expert):
         raise ModelError(
-            f"{file.path} is for {file_name_expert} by its name, and for {expert or file.expert} by its metadata or by "
-            "--expert; an adapter on the wrong expert ruins its images: rename the file"
+            f"{file.path} is for {file_name_expert} by its name, and for {expert or file.expert} by its metadata or "
+            "as requested; an adapter on the wrong expert ruins its images: rename the file"
         )
     resolved = expert or file.expert
     names = {key: AdapterTensorName(resolved, name.module, name.tensor) for key, name in file.reading.names.items()}
@@ -338,9 +338,9 @@ def _open_adapter_file(path: Path) -> Iterator[int]:
 def _create_file(path: Path, overwrite: bool) -> Iterator[int]:
     """Yield a descriptor of a hidden file; afterwards it is at `path`, durably. Replaces only with `overwrite`."""
     if path.exists() and not overwrite:
-        raise ModelError(f"{path} exists already; name another file with --out, or replace it with --force")
+        raise ModelError(f"{path} exists already; name another file, or overwrite it")
     if path.is_dir():
-        raise ModelError(f"{path} is a folder; name a file with --out")
+        raise ModelError(f"{path} is a folder; name a file")
     if not path.parent.is_dir():
         raise ModelError(f"{path} cannot be written: there is no folder {path.parent}; create it, or name another file")
     hidden = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -253,7 +253,7 @@ def test_a_file_with_two_schemes_reports_the_smaller_part() -> None:
 def test_layers_that_families_share_do_not_determine_the_family() -> None:
     found = read_keys(["transformer.transformer_blocks.0.attn.to_q.lora_A.weight"])
     assert set(found.families) == {"flux", "qwen-image", "sd3.5"}
-    with pytest.raises(ModelError, match="choose the family with --family"):
+    with pytest.raises(ModelError, match="choose the family"):
         _ = found.family
     assert read_keys(found.names, "sd3.5").family == "sd3.5"
 

@@ -72,7 +72,7 @@ def test_a_run_that_does_not_fit_is_refused_with_remedies(folder: Path, monkeypa
         check(configured(folder))
     text = str(refused.value)
     assert text.startswith("modelled: does not fit GH200 96 GB: ")
-    assert "too much" in text and "--force" in text and "forecast.refuse: false" in text
+    assert "too much" in text and "force" in text and "forecast.refuse: false" in text
 
 
 @pytest.mark.parametrize("how", ["flag", "setting"])
@@ -80,7 +80,7 @@ def test_a_forced_run_that_does_not_fit_gets_a_warning(folder: Path, monkeypatch
     with_small_gpu(monkeypatch, 66)
     config = configured(folder, refuse=how != "setting")
     warning = check(config, force=how == "flag").text(WarningEvent)
-    assert "does not fit" in warning and ("--force" if how == "flag" else "forecast.refuse: false") in warning
+    assert "does not fit" in warning and ("force" if how == "flag" else "forecast.refuse: false") in warning
 
 
 def test_overflow_memory_counts_if_it_is_enabled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from supertuner.tools.baseline import baseline_check as checking
 from supertuner.tools.baseline import code_versions as code
 from supertuner.tools.baseline import peer_ratios as ratios
 from supertuner.tools.baseline.confidence_interval import RatioInterval
+from supertuner.tools.baseline.measured_process import MeasurementContext
 from supertuner.tools.baseline.regression import RegressionVerdict
 from supertuner.tools.baseline.rounds import ComparisonOptions
 from supertuner.tools.baseline.store import load_baseline, save_baseline
@@ -110,9 +111,9 @@ def test_a_failed_capture_reports_the_reason_and_stores_nothing(tmp_path: Path) 
             tmp_path / "baseline",
             "now",
             config,
+            (),
             capturing.CaptureOptions(),
-            environ=dict(os.environ),
-            progress=NullSink(),
+            MeasurementContext(dict(os.environ), NullSink()),
         )
     assert not (tmp_path / "baseline").exists() or not list((tmp_path / "baseline").iterdir())
     assert not [path for path in (tmp_path / "runs").glob("*") if path.is_dir()]

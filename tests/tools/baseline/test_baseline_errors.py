@@ -11,7 +11,8 @@ import pytest
 from supertuner.cli import main
 from supertuner.tools.baseline import peer_ratios as ratios
 from supertuner.tools.baseline.confidence_interval import RatioInterval
-from supertuner.tools.baseline.store import _canonical, _digest, save_baseline
+from supertuner.tools.baseline.record import content_digest
+from supertuner.tools.baseline.store import _canonical, save_baseline
 from tests.tools.baseline.simulated_jobs import baseline
 
 Run = Callable[..., tuple[int, str]]
@@ -43,7 +44,7 @@ def forged(file: Path, **changed: object) -> None:
     """Change fields of a baseline and correct its checksum."""
     document = json.loads(file.read_text()) | changed
     body = {name: value for name, value in document.items() if name not in ("format", "version", "digest")}
-    file.write_text(json.dumps(document | {"digest": _digest(_canonical(body))}))
+    file.write_text(json.dumps(document | {"digest": content_digest(_canonical(body))}))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from supertuner.core.errors import BaselineError, OptionError
 from supertuner.tools.baseline import baseline_check as checking
 from supertuner.tools.baseline import nvidia_smi
 from supertuner.tools.baseline.baseline_report import baseline_report
+from supertuner.tools.baseline.measured_process import MeasurementContext
 from supertuner.tools.baseline.regression import RegressionVerdict
 from supertuner.tools.baseline.rounds import ComparisonOptions
 from supertuner.tools.baseline.store import (
@@ -144,7 +145,7 @@ def test_baselines_run_again_only_if_their_code_is_available(tmp_path: Path) -> 
         (path / "config.json").write_text(json.dumps({"datasets": [{"id": "a", "instance_data_dir": str(data)}]}))
     with pytest.raises(BaselineError, match="captured by code that is not available here"):
         checking.compare_by_rerunning(
-            tmp_path, ("before", "after"), ComparisonOptions(), environ={}, progress=NullSink()
+            tmp_path, ("before", "after"), ComparisonOptions(), MeasurementContext({}, NullSink())
         )
 
 

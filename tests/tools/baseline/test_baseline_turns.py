@@ -164,9 +164,8 @@ def test_time_in_the_recorder_and_in_turns_of_the_other_process_is_not_counted()
     def pass_time(seconds: float) -> None:
         now[0] += seconds
 
-    recorder = MeasurementRecorder(
-        90.0, 2, clock=lambda: now[0], stop=lambda: pass_time(1000), after_step=lambda: pass_time(50)
-    )
+    recorder = MeasurementRecorder(90.0, 2, clock=lambda: now[0], stop=lambda: pass_time(1000))
+    recorder.after_step = lambda: pass_time(50)
 
     def step(seconds: float, between: float) -> None:
         pass_time(seconds + between)

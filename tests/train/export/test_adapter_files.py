@@ -22,7 +22,7 @@ from supertuner.models.adapters.keys_convert import adapter_layers
 from supertuner.models.adapters.keys_schemes import KEY_SCHEMES, KeyScheme
 from supertuner.models.families.tiny_pipelines import build_pipeline
 from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
-from supertuner.tools.adapter_export import export_adapter
+from supertuner.train.export.adapter_export import export_adapter
 from supertuner.train.export.adapter_files import (
     convert_adapter,
     load_adapter_tensors,
@@ -310,9 +310,8 @@ def test_an_export_for_comfyui_has_names_that_comfyui_reads(family: str, tmp_pat
         for tensor in ("lora_A", "lora_B")
     }
     save_file(given, tmp_path / "a.safetensors")
-    [(made, count)] = export_adapter(
-        open_adapter(tmp_path / "a.safetensors", family), "comfyui", tmp_path / "b.safetensors"
-    )
+    _, counts = export_adapter(open_adapter(tmp_path / "a.safetensors", family), "comfyui", tmp_path / "b.safetensors")
+    [(made, count)] = counts.items()
     found = open_adapter(made, family)
     assert count >= 2 and FAMILY_LAYERS[family].comfyui_loads(found.reading.scheme)
     assert found.reading.scheme.style == KEY_SCHEMES[FAMILY_LAYERS[family].comfyui_scheme].style
@@ -322,7 +321,8 @@ def test_dora_is_written_for_comfyui_with_the_only_key_it_reads(tmp_path: Path) 
     given = wan_lora(KEY_SCHEMES["diffusers"], None)
     given["transformer.blocks.0.attn1.to_q.lora_magnitude_vector"] = random_tensor(24)
     save_file(given, tmp_path / "a.safetensors")
-    [(made, _)] = export_adapter(open_adapter(tmp_path / "a.safetensors"), "comfyui", tmp_path / "b.safetensors")
+    _, counts = export_adapter(open_adapter(tmp_path / "a.safetensors"), "comfyui", tmp_path / "b.safetensors")
+    [made] = counts
     written = load_file(made)
     assert written["diffusion_model.blocks.0.self_attn.q.dora_scale"].shape == (24, 1)
     assert FAMILY_LAYERS["wan2.2"].comfyui_loads(open_adapter(made).reading.scheme, dora=True)

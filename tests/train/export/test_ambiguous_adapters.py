@@ -12,7 +12,7 @@ from supertuner.core.errors import ModelError
 from supertuner.models.adapters.family_layers import FAMILY_LAYERS
 from supertuner.models.adapters.keys import read_keys
 from supertuner.models.adapters.keys_schemes import KEY_SCHEMES
-from supertuner.tools.adapter_export import export_adapter
+from supertuner.train.export.adapter_export import export_adapter
 from supertuner.train.export.adapter_files import convert_adapter, open_adapter
 from tests.models.adapters.modules import random_tensor
 from tests.train.export.test_adapter_files import RANK, wan_lora
@@ -37,12 +37,12 @@ def test_metadata_decide_the_family_of_layers_that_families_share(tmp_path: Path
     layer = "transformer.transformer_blocks.0.attn.to_q"
     tensors = {f"{layer}.lora_A.weight": random_tensor(RANK, 24), f"{layer}.lora_B.weight": random_tensor(24, RANK)}
     save_file(tensors, path)
-    with pytest.raises(ModelError, match=r"a\.safetensors: the layers .* exist in flux and .* with --family"):
+    with pytest.raises(ModelError, match=r"a\.safetensors: the layers .* exist in flux and .* choose the family"):
         export_adapter(open_adapter(path), "comfyui", out)
     for family in ("qwen-image", "qwen-image-edit"):
         save_file(tensors, path, {"supertuner": json.dumps({"family": family})})
         assert open_adapter(path).reading.families == ("qwen-image",)
-    assert export_adapter(open_adapter(path), "comfyui", out) == [(out, 2)]
+    assert export_adapter(open_adapter(path), "comfyui", out)[1] == {out: 2}
     assert FAMILY_LAYERS["qwen-image"].comfyui_loads(read_keys(load_file(out)).scheme)
     save_file(tensors, path, {"supertuner": json.dumps({"family": "wan2.2"})})
     assert len(open_adapter(path).reading.families) > 1, "keys count before metadata"

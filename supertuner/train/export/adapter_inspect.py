@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from supertuner.core.errors import ModelError
+from supertuner.core.types import JSON
 from supertuner.models.adapters.family_layers import FAMILY_LAYERS
 from supertuner.models.adapters.keys import AdapterKeyReading, read_keys
 from supertuner.models.adapters.keys_convert import AdapterLayer, Shape, adapter_layers, lora_scale
 from supertuner.models.adapters.keys_schemes import ALPHA, DORA_SCALE, LORA_A, LORA_B
-from supertuner.train.export.adapter_files import AdapterFile, iter_tensors, read_alphas
+from supertuner.train.export.adapter_files import TRAINED_PART_PREFIXES, AdapterFile, iter_tensors, read_alphas
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,13 +38,26 @@ KIND_BY_TENSOR: Final = {
 }
 """A tensor that only one kind of adapter has → that kind."""
 LARGEST_NORMS_SHOWN: Final = 5
-TRAINED_PART_PREFIXES: Final = ("adapter.", "ema.")
-"""Prefixes of the parts of a checkpoint that hold trained weights."""
 WEIGHT_SUFFIXES: Final = (".weight", ".bias", "scale_shift_table")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterInspection:
+    """The description of an adapter file."""
+
+    path: Path
+    nbytes: int
+    scheme: str
+    """The key scheme."""
+    families: tuple[str, ...]
+    """The model families whose layers it has."""
+    experts: tuple[str, ...]
+    """The experts that it is for, by its keys, its metadata or its name; empty: not known."""
+    keys: int
+    matched: int
+    """Keys that belong to a layer."""
+    unknown: Mapping[str, str]
+    """Key that belongs to no layer → the reason."""
     kinds: Mapping[str, int]
     """Kind → number of layers."""
     ranks: Mapping[int, int]
@@ -55,6 +69,40 @@ class AdapterInspection:
     """Layer (`expert: layer` if there are several experts) → norm of the change, for layers where it is computable."""
     not_finite: tuple[str, ...]
     """Keys whose tensors contain NaN or infinite values."""
+    comfyui: Mapping[str, bool]
+    """Family → whether ComfyUI reads these key names."""
+    base_model: str | None
+    """The base model; None: not known."""
+    metadata: Mapping[str, str]
+
+    @property
+    def norm(self) -> float | None:
+        """The norm of all changes together; None if none is computable."""
+        return math.sqrt(sum(norm * norm for norm in self.norms.values())) if self.norms else None
+
+    def to_dict(self) -> dict[str, JSON]:
+        """Everything as JSON values; of the norms, only the largest."""
+        largest = sorted(self.norms.items(), key=lambda item: -item[1])[:LARGEST_NORMS_SHOWN]
+        return {
+            "file": str(self.path),
+            "nbytes": self.nbytes,
+            "scheme": self.scheme,
+            "families": list(self.families),
+            "experts": list(self.experts),
+            "keys": self.keys,
+            "matched": self.matched,
+            "unknown": dict(self.unknown),
+            "kinds": dict(self.kinds),
+            "ranks": {str(rank): count for rank, count in sorted(self.ranks.items())},
+            "scales": {f"{scale:g}": count for scale, count in sorted(self.scales.items())},
+            "dtypes": dict(self.dtypes),
+            "norm": self.norm,
+            "largest": dict(largest),
+            "not_finite": list(self.not_finite),
+            "comfyui": dict(self.comfyui),
+            "base_model": self.base_model,
+            "metadata": {key: _parse_metadata_value(text) for key, text in sorted(self.metadata.items())},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +116,7 @@ class CheckpointPartReport:
 
 
 def inspect_adapter(file: AdapterFile) -> AdapterInspection:
+    """Describe an adapter; its tensors are read one layer at a time."""
     alphas, shapes = read_alphas(file), file.shapes
     kinds: Counter[str] = Counter()
     ranks: Counter[int] = Counter()
@@ -89,8 +138,30 @@ def inspect_adapter(file: AdapterFile) -> AdapterInspection:
         norm = _update_norm(layer, loaded)
         if norm is not None:
             norms[f"{layer.expert}: {layer.module}" if layer.expert else layer.module] = norm * scale
-    dtypes = Counter(entry.dtype_code for entry in file.entries.values())
-    return AdapterInspection(dict(kinds), dict(ranks), dict(scales), dict(dtypes), norms, tuple(not_finite))
+    reading = file.reading
+    key_experts = tuple(expert for expert in reading.experts if expert is not None)
+    return AdapterInspection(
+        path=file.path,
+        nbytes=file.path.stat().st_size,
+        scheme=reading.scheme.name,
+        families=tuple(reading.families),
+        experts=key_experts or ((file.expert,) if file.expert else ()),
+        keys=len(file.entries),
+        matched=len(reading.names),
+        unknown=dict(reading.unknown),
+        kinds=dict(kinds),
+        ranks=dict(ranks),
+        scales=dict(scales),
+        dtypes=dict(Counter(entry.dtype_code for entry in file.entries.values())),
+        norms=norms,
+        not_finite=tuple(not_finite),
+        comfyui={
+            family: FAMILY_LAYERS[family].comfyui_loads(reading.scheme, has_dora(reading))
+            for family in reading.families
+        },
+        base_model=_base_model(file),
+        metadata=file.metadata,
+    )
 
 
 def inspect_checkpoint(checkpoint: Path) -> list[CheckpointPartReport]:
@@ -133,36 +204,6 @@ def has_dora(reading: AdapterKeyReading) -> bool:
     return any(name.tensor == DORA_SCALE for name in reading.names.values())
 
 
-def inspection_record(file: AdapterFile, inspection: AdapterInspection) -> dict[str, object]:
-    """The inspection as a JSON object."""
-    reading = file.reading
-    largest = sorted(inspection.norms.items(), key=lambda item: -item[1])[:LARGEST_NORMS_SHOWN]
-    return {
-        "file": str(file.path),
-        "nbytes": file.path.stat().st_size,
-        "scheme": reading.scheme.name,
-        "families": list(reading.families),
-        "experts": [expert for expert in reading.experts if expert is not None]
-        or ([file.expert] if file.expert else []),
-        "keys": len(file.entries),
-        "matched": len(reading.names),
-        "unknown": dict(reading.unknown),
-        "kinds": dict(inspection.kinds),
-        "ranks": {str(rank): count for rank, count in sorted(inspection.ranks.items())},
-        "scales": {f"{scale:g}": count for scale, count in sorted(inspection.scales.items())},
-        "dtypes": dict(inspection.dtypes),
-        "norm": math.sqrt(sum(norm * norm for norm in inspection.norms.values())) if inspection.norms else None,
-        "largest": dict(largest),
-        "not_finite": list(inspection.not_finite),
-        "comfyui": {
-            family: FAMILY_LAYERS[family].comfyui_loads(reading.scheme, has_dora(reading))
-            for family in reading.families
-        },
-        "base_model": _base_model(file),
-        "metadata": {key: _parse_metadata_value(text) for key, text in sorted(file.metadata.items())},
-    }
-
-
 def _base_model(file: AdapterFile) -> str | None:
     """The base model, by SuperTuner's metadata, else by the conventions of modelspec and of kohya's trainers."""
     recorded = file.supertuner_metadata.get("base_model")
@@ -172,12 +213,12 @@ def _base_model(file: AdapterFile) -> str | None:
     return next((file.metadata[key] for key in known if file.metadata.get(key)), None)
 
 
-def _parse_metadata_value(text: str) -> object:
+def _parse_metadata_value(text: str) -> JSON:
     """Decode a value that is JSON inside a string, as settings often are."""
     if not text.startswith(("{", "[")):
         return text
     try:
-        parsed: object = json.loads(text)
+        parsed: JSON = json.loads(text)
     except (ValueError, RecursionError):
         return text
     return parsed

@@ -16,27 +16,23 @@ from supertuner.models.adapters.keys import AdapterTensorName, format_key
 from supertuner.models.adapters.keys_convert import adapter_layers
 from supertuner.models.adapters.keys_modules import fill_numbers
 from supertuner.models.adapters.keys_schemes import KEY_SCHEMES, KeyScheme
-from supertuner.tools.adapter_inspect import adapter_kind, has_dora
-from supertuner.train.export.adapter_files import (
-    AdapterFile,
-    convert_adapter,
-    publish_file,
-    select_expert,
-)
+from supertuner.train.export import adapter_files
+from supertuner.train.export.adapter_files import AdapterFile
+from supertuner.train.export.adapter_inspect import adapter_kind, has_dora
 
 PROGRAMS: Final = ("diffusers", "comfyui")
 
 
 def export_adapter(
     file: AdapterFile, program: str, out: Path | None = None, *, overwrite: bool = False, family: str | None = None
-) -> list[tuple[Path, int]]:
-    """Write the adapter for `program`. Returns (file, number of tensors) of each written file.
+) -> tuple[KeyScheme, dict[Path, int]]:
+    """Write the adapter for `program`. Returns (the key scheme, written file → number of its tensors).
 
     Each expert gets its own file, because diffusers expects the same key prefix for all experts. Raises ModelError if
     the program cannot load this kind of adapter, or if a file exists and `overwrite` is not set.
     """
     if program not in PROGRAMS:
-        raise ModelError(f"--for {program!r} is unknown; choose from {', '.join(PROGRAMS)}")
+        raise ModelError(f"{program!r} is not a program to export for; choose from {', '.join(PROGRAMS)}")
     if program == "diffusers":
         scheme, family = KEY_SCHEMES["diffusers"], family or file.reading.families[0]
         unsupported_kinds = sorted({adapter_kind(layer) for layer in adapter_layers(file.reading) if not layer.is_lora})
@@ -57,13 +53,15 @@ def export_adapter(
     counts = {}
     try:
         for expert, path in paths.items():
-            part = select_expert(file, expert)
-            counts[path] = convert_adapter(part, scheme, _temporary_path(path), overwrite=True, family=family)
+            part = adapter_files.select_expert(file, expert)
+            counts[path] = adapter_files.convert_adapter(
+                part, scheme, _temporary_path(path), overwrite=True, family=family
+            )
         _publish_files(list(paths.values()), overwrite)
     finally:
         for path in paths.values():
             _temporary_path(path).unlink(missing_ok=True)
-    return list(counts.items())
+    return scheme, counts
 
 
 def _temporary_path(path: Path) -> Path:
@@ -76,10 +74,10 @@ def _require_no_existing_files(paths: Sequence[Path]) -> None:
     if existing and missing:
         raise ModelError(
             f"{existing[0]} exists and {missing[0]} does not: an export may have been interrupted between them; "
-            "write both again with --force, or choose another path with --out"
+            "overwrite both, or choose another path"
         )
     if existing:
-        raise ModelError(f"{existing[0]} exists; choose another path with --out, or replace it with --force")
+        raise ModelError(f"{existing[0]} exists; choose another path, or overwrite it")
 
 
 def _publish_files(paths: Sequence[Path], overwrite: bool) -> None:
@@ -87,7 +85,7 @@ def _publish_files(paths: Sequence[Path], overwrite: bool) -> None:
     files of two exports."""
     for path in paths:
         if path.is_dir():
-            raise ModelError(f"{path} is a folder; name a file with --out")
+            raise ModelError(f"{path} is a folder; name a file")
     if overwrite and len(paths) == 1:
         os.replace(_temporary_path(paths[0]), paths[0])
     else:
@@ -97,7 +95,7 @@ def _publish_files(paths: Sequence[Path], overwrite: bool) -> None:
         published: list[Path] = []
         try:
             for path in paths:
-                publish_file(_temporary_path(path), path)
+                adapter_files.publish_file(_temporary_path(path), path)
                 published.append(path)
         except BaseException:
             for path in published:
