@@ -21,7 +21,7 @@ from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import ComputePrecision
-from supertuner.step.window import ExpertState, StepOptions, train_window
+from supertuner.step.train_step import ExpertState, StepOptions, train_window
 from supertuner.train.offload.apply import apply_plan
 from supertuner.train.offload.transfer import SynchronousTransfer
 

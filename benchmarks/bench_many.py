@@ -72,7 +72,7 @@ def run_rank(folder: str, model: str, answer: Path) -> None:
 def _lighten(run: TrainingRun, make: Callable[[], nn.Module]) -> None:
     """Replace the run's model by another module; data, caches, logs and reports stay as they are."""
     from supertuner.optim.optimizer_registry import build_optimizer
-    from supertuner.step.window import ExpertState
+    from supertuner.step.train_step import ExpertState
 
     expert_states = []
     for expert_state in run.expert_states:

@@ -24,8 +24,8 @@ from benchmarks.workloads import WORKLOADS, table
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
 from supertuner.plan.placement.choice import PlacementChoice, TimedStep
+from supertuner.plan.placement.make_plan import plan_step
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, WeightPlacement
-from supertuner.plan.placement.plan_step import plan_step
 from supertuner.plan.placement.search import link_seconds
 from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits

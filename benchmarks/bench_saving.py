@@ -23,7 +23,7 @@ from benchmarks.harness import ClaimRow, FigureSpread, at_most, noted, report
 from benchmarks.runs import opened, rewind, write_config
 from supertuner.models.spec import Tensors
 from supertuner.optim.optimizer_registry import build_optimizer
-from supertuner.step.window import ExpertState
+from supertuner.step.train_step import ExpertState
 from supertuner.train import loop
 from supertuner.train.checkpoint.async_saver import CheckpointSaver
 from supertuner.train.run.training_run import TrainingRun

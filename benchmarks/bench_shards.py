@@ -58,7 +58,7 @@ def _lighten(run: TrainingRun) -> None:
     """Replace the run's model by another module; data, caches, logs and reports stay as they are."""
     from supertuner.models.adapters.attach import TrainableExpert
     from supertuner.optim.optimizer_registry import build_optimizer
-    from supertuner.step.window import ExpertState
+    from supertuner.step.train_step import ExpertState
 
     (expert_state,), sharder = run.expert_states, run.process_group.sharder
     assert sharder is not None

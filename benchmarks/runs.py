@@ -19,7 +19,7 @@ from supertuner.arena.run_context import RunContext
 from supertuner.config.sources.load import load_config
 from supertuner.models.spec import Tensors
 from supertuner.optim.optimizer_registry import build_optimizer
-from supertuner.step.window import ExpertState
+from supertuner.step.train_step import ExpertState
 from supertuner.train.run.training_run import TrainingRun
 from supertuner.train.setup import open_run
 

@@ -262,7 +262,7 @@ def open_adapter_file(
     refuse_checkpoint_part(file_path)
     file = open_adapter(file_path, family)
     if file.reading.unknown and not partial:
-        raise ModelError(f"{file_path}: {file.reading.summary()}; use partial to leave them out")
+        raise ModelError(f"{file_path}: {file.reading.summary()}; set `partial` to leave them out")
     return with_expert(file, expert)
 
 

@@ -130,7 +130,8 @@ class UnitWriter:
         self._fields: list[JournalField] = []
 
     def put(self, field: str, payload: Payload, *, codec: str = "raw", raw_nbytes: int | None = None) -> None:
-        """Add bytes, an array or a tensor. With a codec, `raw_nbytes` is the uncompressed size."""
+        """Add bytes, an array or a tensor. `codec`: the caller has compressed them; `raw_nbytes` is the size before
+        that."""
         content, kind = as_bytes(payload)
         if codec == "raw":
             assert raw_nbytes in (None, len(content)), f"raw bytes are {len(content)}, not {raw_nbytes}"

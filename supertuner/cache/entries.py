@@ -22,7 +22,8 @@ from supertuner.core.events import Progress
 NamedTensors: TypeAlias = dict[str, torch.Tensor]
 """The fields of an entry, or of a batch of entries."""
 EntryRefs: TypeAlias = NDArray[np.int64]
-"""Where entries are: the index of the arena's reader, shifted by UNIT_BITS, plus the unit's index in the arena."""
+"""Where entries are: the index of the arena's reader, shifted by UNIT_BITS, plus the index of its unit (the arena's
+word for one stored entry)."""
 EntryIndices: TypeAlias = NDArray[np.intp]
 """Indices into the keys of an EntryRequest."""
 EntryMaker: TypeAlias = Callable[[EntryIndices], Generator[tuple[int, NamedTensors], None, None]]
@@ -82,13 +83,13 @@ class CacheEntries:
         Raises CacheError if an entry is damaged.
         """
         try:
-            if len(self._readers) == 1:  # the reader itself rejects refs that it does not have
+            if len(self._readers) == 1:  # with one arena a ref is the unit; the reader rejects unknown ones
                 return self._readers[0].gather_tensors(refs, threads=threads)
-            numbers = refs >> UNIT_BITS
-            assert numbers.min() >= 0, "gather() was called with a MISSING_REF"
-            edges = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(refs)]
+            reader_indices = refs >> UNIT_BITS
+            assert reader_indices.min() >= 0, "gather() was called with a MISSING_REF"
+            edges = [0, *(np.flatnonzero(np.diff(reader_indices)) + 1).tolist(), len(refs)]
             parts = [  # one call for each run of consecutive refs into the same arena
-                self._readers[int(numbers[begin])].gather_tensors(refs[begin:end] & _UNIT_MASK, threads=threads)
+                self._readers[int(reader_indices[begin])].gather_tensors(refs[begin:end] & _UNIT_MASK, threads=threads)
                 for begin, end in pairwise(edges)
             ]
         except ArenaDamagedError as error:

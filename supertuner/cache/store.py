@@ -89,7 +89,8 @@ class CacheStore(CloseOnExit):
         return [self._arena_name(number) for number, is_open in self._known_arenas.items() if is_open]
 
     def refresh(self) -> None:
-        """Open arenas that were sealed since. A damaged one is skipped with a warning; its entries count as missing."""
+        """Open arenas that were sealed since the last call. A damaged one is skipped with a warning; its entries count
+        as missing."""
         for number in self._arena_numbers():
             if number not in self._known_arenas:
                 self._try_attach(number)
@@ -114,7 +115,7 @@ class CacheStore(CloseOnExit):
         peers = self.context.peers if share_with_peers else NO_PEERS
         entries_made = 0
         while len(self.missing_indices(request.keys)):
-            with waiting_for_other_ranks(f"another process that encodes {self.namespace.kind}"):  # for the watchdog
+            with waiting_for_other_ranks(f"another process that encodes {self.namespace.kind}"):
                 build = self._acquire_build(stop, peers)
             if build is None:
                 continue
@@ -322,7 +323,7 @@ def _fill_from_queue(
         writer.write_entries(build, queue.claim_chunks(), phase, stop)
         queue.finish_working()
         is_working = False
-        with waiting_for_other_ranks("cache entries that other processes are making"):  # for the watchdog
+        with waiting_for_other_ranks("cache entries that other processes are making"):
             while (state := queue.state()).active_workers:
                 if stop():
                     raise FillStopped

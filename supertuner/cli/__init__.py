@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -32,6 +33,12 @@ TRAIN_EXTRA_MODULES = frozenset(
     )
 )  # fmt: skip
 """The modules of the packages of the extra `train` in pyproject.toml; a test compares the two."""
+
+OPTION_BY_PARAMETER = {
+    "overwrite": "--force",
+    **{name: f"--{name}" for name in ("expert", "family", "machine", "out", "partial")},
+}
+"""Parameters of the API that messages of errors name, and the options with the same meaning."""
 
 app = typer.Typer(
     name="supertuner",
@@ -78,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments)
     except SuperTunerError as error:
         if not _is_reported_by_first_rank(error):
-            typer.echo(str(error), err=True)
+            typer.echo(with_options(str(error)), err=True)
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in TRAIN_EXTRA_MODULES:
@@ -93,6 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         sys.exit(130)
+
+
+def with_options(message: str) -> str:
+    """The message of an error with the command line's options in place of the API's parameters (`overwrite`)."""
+    return re.sub(r"`(\w+)`", lambda match: OPTION_BY_PARAMETER.get(match[1], match[0]), message)
 
 
 def missing_extra_text(arguments: Sequence[str]) -> str:

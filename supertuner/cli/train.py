@@ -1,4 +1,4 @@
-"""`supertuner train`, and the arguments of the GH200 forks' `train.py` translated to it."""
+"""`supertuner train`, and the arguments of `train.py` in the GH200 fork of SimpleTuner, translated to it."""
 
 from __future__ import annotations
 

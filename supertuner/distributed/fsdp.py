@@ -34,7 +34,7 @@ from supertuner.models.blocks import named_blocks
 from supertuner.optim.optimizer_registry import OPTIMIZERS
 from supertuner.step.expert_swap import ExpertSwap
 from supertuner.step.parameter_state import HOST, ParameterState
-from supertuner.step.window import ExpertState
+from supertuner.step.train_step import ExpertState
 
 OUT_OF_MEMORY_REMEDY = "use more processes, or set parallel.cpu_offload: true"
 
@@ -133,7 +133,8 @@ class FsdpSharder:
 
 
 class FsdpGradientReduction(ReplicatedGradientReduction):
-    """Sums gradients over ranks that shard the weights: FSDP reduce-scatters them in the backward pass."""
+    """If all weights are trained, FSDP itself sums gradients, by reduce-scatter in the backward pass; this only
+    controls when. If adapters are trained, each rank holds them whole, and they are summed as without FSDP."""
 
     def __init__(self, sharder: FsdpSharder) -> None:
         self._sharder = sharder
@@ -148,9 +149,9 @@ class FsdpGradientReduction(ReplicatedGradientReduction):
                 for module in sharded.fsdp_modules:
                     module.set_requires_gradient_sync(sync_gradients, recurse=False)
 
-    def all_reduce(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
         if not self._sharder.sharded_modules:
-            return super().all_reduce(parameters, loss)
+            return super().reduce_gradients(parameters, loss)
         # The gradients are summed already; they only have to become the plain tensors of this rank's rows.
         for parameter in parameters:
             dtensor = self._sharder.dtensor_by_parameter[parameter]

@@ -1,8 +1,8 @@
-"""Sums a window's gradients over ranks that each hold all trained parameters: once per window, in few large buckets.
+"""Sums gradients over ranks that each hold all trained parameters: once per window, in few large buckets.
 
-Which tensors share a bucket, and in which order buckets are reduced, depends on the parameters alone and not on which
-gradients a rank has: on the same number of ranks the result is bit-identical. While a bucket is in flight, the next one
-is packed.
+A window is the samples of one optimizer step. All ranks use the same buckets in the same order: they agree on the
+parameters that take part, and a rank without a gradient for one of them contributes zeros. On the same number of ranks
+the result is therefore bit-identical. While a bucket is in flight, the next one is packed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import nn
 from supertuner.core.waiting import waiting_for_other_ranks
 
 LARGE_BYTES = 1 << 20
-"""Tensors from this size on are reduced in place, each alone. Smaller ones share a bucket, since each message costs."""
+"""Tensors from this size on are buckets of their own, reduced in place. Smaller ones are copied into shared buckets."""
 BUCKET_BYTES = 16 << 20
 """Bytes of small tensors in one bucket: enough to saturate a link, and little beside the gradients themselves."""
 MAX_BUCKETS_IN_FLIGHT = 4
-"""Buckets that are reduced at the same time. Most of them are copies, so this bounds the extra memory."""
+"""Buckets whose reduction may be pending while the next one is started. Bounds the memory of the copies."""
 NO_GRADIENT, ON_DEVICE, ON_HOST = 0, 1, 2
 
 
@@ -32,7 +32,7 @@ class ReplicatedGradientReduction:
     def begin_backward(self, is_last: bool) -> None:
         pass
 
-    def all_reduce(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
         trainable_parameters, total = list(parameters), loss.detach().reshape(1).clone()
         if loss.device.type == "cpu":
             _all_reduce_on_cpu(trainable_parameters, total)
@@ -135,8 +135,8 @@ class _BucketInFlight:
 
 
 def _start_all_reduce(bucket: list[torch.Tensor]) -> _BucketInFlight:
-    sent_in_place = len(bucket) == 1 and bucket[0].is_contiguous()  # no copy for a large one
+    sent_in_place = len(bucket) == 1 and bucket[0].is_contiguous()  # no copy
     flat = bucket[0].view(-1) if sent_in_place else torch.cat([tensor.reshape(-1) for tensor in bucket])
     work = dist.all_reduce(flat, async_op=True)
-    assert work is not None, "this process belongs to the group"
+    assert work is not None, "dist.all_reduce returned no work: this process is not in the group"
     return _BucketInFlight(bucket, flat, work)

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import nn
 
 from supertuner.models.adapters.attach import TrainableExpert
-from supertuner.step.window import ExpertState, GradientReduction
+from supertuner.step.train_step import ExpertState, GradientReduction
 
 
 class WeightSharder(Protocol):

@@ -21,7 +21,7 @@ from supertuner.distributed.process_group import ProcessGroup, SingleProcess, We
 from supertuner.distributed.rendezvous import COLLECTIVE_TIMEOUT, open_rendezvous_store
 from supertuner.distributed.watchdog.heartbeat import Heartbeat, HeartbeatReduction
 from supertuner.distributed.watchdog.watch import watch_ranks
-from supertuner.step.window import GradientReduction
+from supertuner.step.train_step import GradientReduction
 
 
 @dataclass(frozen=True, eq=False, slots=True)

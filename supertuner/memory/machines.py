@@ -247,7 +247,7 @@ _ROWS: Final = (
         title="H100 80 GB PCIe",
         # "NVIDIA H100 PCIe": found.
         name_pattern=r"(NVIDIA )?H100 PCIe",
-        gpu_bytes=_spec(80 * GIB, "the product: 80 GB HBM2e"),
+        gpu_bytes=_spec(80 * GIB, "in the product's name: 80 GB (HBM2e)"),
         gpu_read_bytes_s=_spec(2000 * GB_S, _H100 + ": 2000 GB/s"),
         gpu_write_bytes_s=_spec(2000 * GB_S, _H100 + ": 2000 GB/s" + _READS_AND_WRITES),
         bf16_flops=_spec(756.5 * TFLOPS, _H100 + ": 1,513 with sparsity, half of it dense"),
@@ -259,7 +259,7 @@ _ROWS: Final = (
         title="H100 80 GB SXM",
         # "NVIDIA H100 80GB HBM3": found.
         name_pattern=r"(NVIDIA )?H100 80GB HBM3",
-        gpu_bytes=_spec(80 * GIB, "the product: 80 GB HBM3"),
+        gpu_bytes=_spec(80 * GIB, "in the product's name: 80 GB (HBM3)"),
         gpu_read_bytes_s=_spec(3350 * GB_S, _H100 + ": 3,350 GB/s"),
         gpu_write_bytes_s=_spec(3350 * GB_S, _H100 + ": 3,350 GB/s" + _READS_AND_WRITES),
         bf16_flops=_spec(989.4 * TFLOPS, _H100_DENSE),
@@ -271,7 +271,7 @@ _ROWS: Final = (
         title="A100 80 GB",
         # "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe" and "NVIDIA A100-PCIE-80GB": found.
         name_pattern=r"(NVIDIA )?A100(-SXM4-80GB|-SXM-80GB| 80GB PCIe|-PCIE-80GB)",
-        gpu_bytes=_spec(80 * GIB, "the product: 80 GB HBM2e"),
+        gpu_bytes=_spec(80 * GIB, "in the product's name: 80 GB (HBM2e)"),
         gpu_read_bytes_s=_spec(1935 * GB_S, _A100_PCIE + "; 2,039 for SXM"),
         gpu_write_bytes_s=_spec(1935 * GB_S, _A100_PCIE + _READS_AND_WRITES),
         bf16_flops=_spec(312 * TFLOPS, _A100 + ": 312 dense, 624 with sparsity"),

@@ -22,8 +22,9 @@ class StepBatch:
     positions: tuple[int, ...] = ()
     """The samples' positions in the order of the run."""
     loss_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Optional inputs of the loss: `weight`, one number per sample; `mask`, one number per position of the latents;
-    `prior`, one flag per sample: the target is the untrained model's prediction (prior preservation)."""
+    """Optional inputs of the loss: `weight`, one number per sample; `mask`, one number per element of the latents'
+    space and time; `prior`, one flag per sample: the target is the untrained model's prediction (prior
+    preservation)."""
     idle: bool = False
     """Whether this batch only takes part in other processes' forward and backward passes, which need this process's
     shard of the model. Its samples belong to another process and count there."""

@@ -26,7 +26,7 @@ from supertuner.models.spec import Expert, Family, ModelDescription
 from supertuner.optim.ema import EmaWeights
 from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.step.precision import ComputePrecision
-from supertuner.step.window import ExpertState, StepOptions, prepare_for_training
+from supertuner.step.train_step import ExpertState, StepOptions, prepare_for_training
 
 
 def selected_experts(config: RunConfig, model: ModelDescription) -> tuple[Expert, ...]:

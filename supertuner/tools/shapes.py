@@ -79,7 +79,7 @@ def caption(*words: str) -> str:
 
 
 def chalk_pairs() -> tuple[ColourShapePair, ...]:
-    """The pairs that the base model was trained on."""
+    """The pairs of colour and shape that the base model was trained on."""
     return tuple(product(CHALKS, SHAPES))
 
 

@@ -24,7 +24,7 @@ from supertuner.optim.schedule import ramp_change_text, window_samples
 from supertuner.runs.requests import RequestInbox, RunRequest
 from supertuner.sinks import training_events as training
 from supertuner.step.batch import StepBatch
-from supertuner.step.window import WindowResult, train_window
+from supertuner.step.train_step import WindowResult, train_window
 from supertuner.train.checkpoint.async_saver import CheckpointSaver, SavedCallback
 from supertuner.train.run.dataloader import TrainingWindow
 from supertuner.train.run.training_run import TrainingRun

@@ -34,14 +34,14 @@ from supertuner.models.fingerprint import fingerprint
 from supertuner.models.objective.from_settings import timestep_distribution
 from supertuner.models.spec import Expert, Family, ModelDescription
 from supertuner.optim.schedule import TrainingSchedule, build_training_schedule, ramp_text
-from supertuner.plan.placement.planner import RunPlanner
+from supertuner.plan.placement.run_plans import RunPlanner
 from supertuner.plan.sample_requests import ValidationSamplePlan
 from supertuner.runs.loss_files import HELD_OUT_FILE, LOSSES_FILE
 from supertuner.step import expert_setup
 from supertuner.step.batch import StepBatch
 from supertuner.step.parameter_state import HOST
 from supertuner.step.precision import ComputePrecision
-from supertuner.step.window import ExpertState
+from supertuner.step.train_step import ExpertState
 from supertuner.train import run_checks
 from supertuner.train.checkpoint.load import LoadedCheckpoint
 from supertuner.train.checkpoint.resume import find_resume_checkpoint, restore_run, saved_revision, saved_world_size

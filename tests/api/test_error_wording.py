@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import supertuner as st
+from supertuner import cli
 from supertuner.core.errors import ConfigError, ModelError, OptionError, SuperTunerError
 from supertuner.models.adapters.keys_schemes import KEY_SCHEMES
 from tests.train.export.test_adapter_files import wan_lora
@@ -49,8 +50,11 @@ def adapter(tmp_path: Path) -> Path:
         (lambda file: st.estimate(st.load_config({}), machine="gh300"), "'gh300' is not a known machine"),
         (lambda file: st.adapters.load(file, expert="x"), "'x' is not an expert"),
         (lambda file: st.adapters.export(file, "gimp"), "'gimp' is not a program to export for"),
-        (lambda file: st.adapters.convert(file, "kohya", file), "exists already; name another file"),
-        (lambda file: st.adapters.export(file, "diffusers", file), "exists; choose another path"),
+        (
+            lambda file: st.adapters.convert(file, "kohya", file),
+            "another file with `out`, or replace it with `overwrite`",
+        ),
+        (lambda file: st.adapters.export(file, "diffusers", file), "exists; choose another path with `out`"),
     ],
 )
 def test_a_wrong_argument_is_named_without_an_option(
@@ -68,3 +72,9 @@ def test_settings_given_as_a_mapping_are_not_called_a_file() -> None:
     assert "the settings given" in text and "settings.json" not in text
     with pytest.raises(SuperTunerError, match="the settings given has no dataset"):
         st.train(st.load_config({}))
+
+
+def test_the_command_line_names_its_own_options(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["adapter", "convert", str(adapter), "--to", "kohya", "--out", str(adapter)])
+    assert "name another file with --out, or replace it with --force" in capsys.readouterr().err

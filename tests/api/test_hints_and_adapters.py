@@ -15,7 +15,7 @@ from supertuner.core.errors import ModelError
 from supertuner.memory.hints.api import reset_hints
 from supertuner.models.adapters.keys_schemes import KEY_SCHEMES
 from supertuner.models.families.tiny_pipelines import build_pipeline
-from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
+from supertuner.models.families.wan22.family import tiny_wan_pipeline
 from tests.train.export.test_adapter_files import wan_lora
 
 HINTS = ("prefetch", "prefer_cpu", "prefer_gpu", "accessed_by", "read_mostly")

@@ -28,7 +28,7 @@ from supertuner.optim.ema import EmaWeights
 from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import PrecisionName
-from supertuner.step.window import ExpertState, WindowResult, prepare_for_training, train_window
+from supertuner.step.train_step import ExpertState, WindowResult, prepare_for_training, train_window
 from tests.step.step_builders import CPU, EXPERT, build_wan_batch, wan_step_options
 
 Array = NDArray[Any]

@@ -20,7 +20,7 @@ from supertuner.distributed.torch_process_group import TorchProcessGroup
 from supertuner.models.adapters.attach import load_trainable_state, temporary_weights, trainable_state
 from supertuner.models.spec import ModelSource
 from supertuner.step.expert_swap import ExpertSwap
-from supertuner.step.window import held_out_losses
+from supertuner.step.train_step import held_out_losses
 from tests.distributed.ranks import run_launched, run_ranks
 from tests.distributed.sharing import (
     Array,

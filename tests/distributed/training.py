@@ -27,7 +27,7 @@ from supertuner.optim.optimizer_registry import ExpertOptimizer, build_optimizer
 from supertuner.optim.schedule import BatchRamp, windows
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import ComputePrecision, PrecisionName
-from supertuner.step.window import (
+from supertuner.step.train_step import (
     ExpertState,
     GradientReduction,
     StepOptions,

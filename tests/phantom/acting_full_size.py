@@ -24,11 +24,11 @@ from supertuner.models.objective.diffusion import TrainingObjective
 from supertuner.models.spec import Expert, Tensors
 from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
-from supertuner.plan.placement.planner import ExpertPlan
 from supertuner.plan.placement.replan import PlanAssumptions
+from supertuner.plan.placement.run_plans import ExpertPlan
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import ComputePrecision
-from supertuner.step.window import ExpertState, StepOptions, prepare_for_training, train_window
+from supertuner.step.train_step import ExpertState, StepOptions, prepare_for_training, train_window
 from supertuner.train.offload.manager import OffloadManager
 from supertuner.train.offload.transfer import CudaStreamTransfer
 

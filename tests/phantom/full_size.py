@@ -39,7 +39,7 @@ from supertuner.step.expert_setup import (
     weight_dtype,
 )
 from supertuner.step.precision import ComputePrecision
-from supertuner.step.window import train_window
+from supertuner.step.train_step import train_window
 
 GIB = 1 << 30
 WAN = "wan-ai/wan2.2-t2v-a14b-diffusers"

@@ -15,15 +15,15 @@ import torch
 
 from supertuner.core.events import NullSink
 from supertuner.memory.machines import MACHINES
+from supertuner.plan.placement.make_plan import plan_step
 from supertuner.plan.placement.plan import MemoryPlan
-from supertuner.plan.placement.plan_step import plan_step
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from supertuner.plan.trace.cuda_kernels import CudaDevice
 from supertuner.plan.trace.step_table_builder import build_step_table
 from supertuner.plan.trace.training_step import trace_training_step
 from supertuner.step.expert_setup import build_expert_state, build_step_options, build_trainable_expert, weight_dtype
 from supertuner.step.precision import ComputePrecision
-from supertuner.step.window import train_window
+from supertuner.step.train_step import train_window
 from supertuner.train.offload.apply import apply_plan
 from supertuner.train.offload.manager import plan_summary
 from supertuner.train.offload.transfer import CudaStreamTransfer

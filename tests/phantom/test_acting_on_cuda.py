@@ -16,12 +16,12 @@ from supertuner.models.objective.diffusion import TrainingObjective
 from supertuner.models.spec import Tensors
 from supertuner.optim import optimizer_state
 from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement, WeightPlacement
-from supertuner.plan.placement.planner import ExpertPlan
 from supertuner.plan.placement.replan import PlanAssumptions
+from supertuner.plan.placement.run_plans import ExpertPlan
 from supertuner.step.expert_swap import ExpertSwap
 from supertuner.step.parameter_state import HOST, ParameterState
 from supertuner.step.precision import ComputePrecision
-from supertuner.step.window import (
+from supertuner.step.train_step import (
     ExpertState,
     StepOptions,
     WindowResult,

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from supertuner.models.families.flux.family import tiny_flux_pipeline
 from supertuner.models.families.tiny_pipelines import build_pipeline
-from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
+from supertuner.models.families.wan22.family import tiny_wan_pipeline
 
 GIB = 1 << 30
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]

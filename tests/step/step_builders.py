@@ -26,7 +26,7 @@ from supertuner.optim.ema import EmaWeights
 from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import ComputePrecision, PrecisionName
-from supertuner.step.window import ExpertState, StepOptions, prepare_for_training
+from supertuner.step.train_step import ExpertState, StepOptions, prepare_for_training
 
 CPU = torch.device("cpu")
 EXPERT = Expert("model", "transformer")

@@ -16,7 +16,7 @@ from supertuner.models.families.wan22 import family as wan22
 from supertuner.models.objective.diffusion import sample_noise
 from supertuner.models.spec import ModelSource
 from supertuner.step.batch import StepBatch
-from supertuner.step.window import ExpertState, sample_losses
+from supertuner.step.train_step import ExpertState, sample_losses
 from tests.models.families.pipelines import tiny_wan
 from tests.step.step_builders import (
     EXPERT,

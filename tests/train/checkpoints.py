@@ -16,7 +16,7 @@ from supertuner.core.types import JSON
 from supertuner.train.checkpoint import tensor_file
 from supertuner.train.checkpoint.durable_save import save_checkpoint
 from supertuner.train.checkpoint.manifest import json_bytes
-from supertuner.train.checkpoint.write import CheckpointContents
+from supertuner.train.checkpoint.write_files import CheckpointContents
 
 LAYER = "blocks.0.attn1.to_q"
 

@@ -179,7 +179,11 @@ def crop(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if value is True:
         return [] if "crop_style" in block else [SettingValue("crop", "center")]
     if value is False:
-        return [ConversionNote("samples are resized to the nearest bucket and cropped by less than bucket_step")]
+        return [
+            ConversionNote(
+                "has no effect: SuperTuner resizes samples to the nearest bucket and crops less than bucket_step"
+            )
+        ]
     return [SettingValue("crop", value)]
 
 

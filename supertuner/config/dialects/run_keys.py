@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from supertuner.config.dialects import conversions as to_ours
-from supertuner.config.dialects import loss_conversions as loss
 from supertuner.config.dialects import model_conversions as model
 from supertuner.config.dialects import train_conversions as train
 from supertuner.config.dialects.conversions import map_value, positive_or_unset, rename_to, unless_null
@@ -80,10 +79,10 @@ SIMPLETUNER_RUN_KEYS = (
             "flow_schedule_auto_shift": model.set_if_true("objective.shift", "auto"),
             "flow_use_uniform_schedule": model.set_if_true("objective.timesteps", "uniform"),
             "flow_sigmoid_scale": rename_to("objective.logit_std"),
-            "snr_gamma": loss.min_snr_gamma,
-            "loss_type": loss.simpletuner_loss,
-            "huber_c": loss.huber_delta,
-            "huber_schedule": loss.huber_schedule,
+            "snr_gamma": train.min_snr_gamma,
+            "loss_type": train.simpletuner_loss,
+            "huber_c": train.huber_delta,
+            "huber_schedule": train.huber_schedule,
         },
     ),
     *converted_keys(
@@ -168,9 +167,9 @@ AI_TOOLKIT_RUN_KEYS = (
             "train.cache_text_embeddings": to_ours.cache_location("text", "unified_memory"),
             "train.switch_boundary_every": rename_to("model.switch_boundary_every"),
             "train.timestep_type": model.timestep_type,
-            "train.snr_gamma": loss.ai_toolkit_snr_gamma,
-            "train.min_snr_gamma": loss.min_snr_gamma,
-            "train.loss_type": loss.ai_toolkit_loss,
+            "train.snr_gamma": train.ai_toolkit_snr_gamma,
+            "train.min_snr_gamma": train.min_snr_gamma,
+            "train.loss_type": train.ai_toolkit_loss,
             "train.ema_config": train.disabled_ema,
             "train.ema_config.use_ema": train.use_ema(0.999),
             "train.ema_config.ema_decay": train.ema_decay(enabled_by_default=True),

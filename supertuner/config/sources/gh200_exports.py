@@ -66,7 +66,8 @@ def export_table(environ: Mapping[str, str]) -> dict[str, dict[str, JSON]]:
 def export_lines(environ: Mapping[str, str]) -> list[str]:
     """The exports as lines for `eval` in a POSIX shell.
 
-    A variable that this process does not see may still be set, but not exported, in the shell, so the shell decides.
+    A variable that this process does not see may still be set in the shell without being exported. Each line therefore
+    lets the shell keep a value that is already set.
     """
     return [_export_line(export, environ.get(export.name)) for export in GH200_EXPORTS]
 

@@ -14,7 +14,8 @@ from supertuner.config.settings import key_paths
 from supertuner.config.settings.key_paths import KeyPath
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.settings.values import parse_text
-from supertuner.config.sources import environment, problems, resolve
+from supertuner.config.sources import adapt_to_host as resolve
+from supertuner.config.sources import environment, problems
 from supertuner.config.sources.parse import ConfigSyntaxError, check_plain_values, parse_bytes, read_bytes
 from supertuner.config.sources.provenance import ConfigLayer, ConfigSource, Provenance, build_tree, merge_layers
 from supertuner.config.sources.translate import SourceTranslator, iter_settings
@@ -43,7 +44,7 @@ class LoadedConfig:
     notes: tuple[WarningEvent, ...]
     """Settings that are unwise, were changed, or have no effect."""
     provenance: Mapping[KeyPath, Provenance] = field(default_factory=dict)
-    """The values as the sources gave them, before they were adapted to this machine."""
+    """The values as the sources gave them, with absolute paths, before they were adapted to this machine."""
     attachments: Mapping[str, bytes] = field(default_factory=dict)
     """Further files that the configuration refers to, by name."""
     path_problems: tuple[ConfigProblem, ...] = ()
@@ -148,7 +149,8 @@ def _file_layer(path: Path, content: bytes, name: str) -> ConfigLayer:
 
 
 def _set_layer(text: str, folder: Path) -> ConfigLayer:
-    """The layer of one `--set`. The value is JSON if it parses as JSON, else text."""
+    """The layer of one `--set`. A JSON list or object is read as such; any other value is text, which is converted to
+    the type of the setting."""
     path, equals, value = text.partition("=")
     key_path = key_paths.parse_path(path.strip())
     if not equals or key_path is None:

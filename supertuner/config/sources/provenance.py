@@ -38,7 +38,8 @@ class Provenance:
     dialect: str = ""
     """The program whose name for the setting was used; "" for our own."""
     is_implied: bool = False
-    """It follows from another key, and is overridden if the setting itself is given."""
+    """It follows from another key of the same source, and counts only if that source does not give the setting
+    itself."""
     was_relative: bool = False
     """It is a path that was relative in the source."""
 

@@ -25,7 +25,7 @@ class CorpusDataset:
     """The reference images of its samples, for editing models; None if it has none."""
 
     def unassigned_samples(self) -> Iterator[SetAsideEvent]:
-        """An event for each sample that fits no bucket, with the reason."""
+        """Yield an event, with the reason, for each sample that fits no bucket and is therefore not used."""
         for sample in self.members.unassigned:
             row = slice_metadata(self.samples, int(sample), int(sample) + 1)
             yield SetAsideEvent(self.samples.id, self.samples.key(int(sample)), no_bucket_reason(self.settings, row, 0))

@@ -71,7 +71,7 @@ class FolderSource:
         return SourceListing(items, tuple(skipped), tuple(notes), f"{source}: {reason}")
 
     def read_row(self, row: int) -> memoryview:
-        raise AssertionError("items of a folder are files, not rows")
+        raise AssertionError("read_row() was called for a folder, whose items are files")
 
     def _items(self) -> Iterator[SourceItem]:
         has_sidecars = self._caption_source[0] == "sidecar"

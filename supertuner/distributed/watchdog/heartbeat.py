@@ -14,7 +14,7 @@ from torch import nn
 
 from supertuner.core.events import Event, MeasurementEvent, Progress, ProgressPhase, Sink
 from supertuner.sinks.training_events import TRAIN_STEP
-from supertuner.step.window import GradientReduction
+from supertuner.step.train_step import GradientReduction
 
 
 @dataclass(slots=True)
@@ -93,9 +93,9 @@ class HeartbeatReduction:
         self._heartbeat.mark(in_window=self._heartbeat.step > 0)  # torch.compile works in the first window
         self._reduction.begin_backward(is_last)
 
-    def all_reduce(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
         self._heartbeat.mark(in_window=self._heartbeat.step > 0)
-        return self._reduction.all_reduce(parameters, loss)
+        return self._reduction.reduce_gradients(parameters, loss)
 
     def global_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
         return self._reduction.global_norm(local_norm)

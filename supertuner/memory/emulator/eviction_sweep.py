@@ -57,7 +57,7 @@ class SweepResult:
     evicted: dict[int, MemoryRegion] = field(default_factory=dict)
     """Blocks that were evicted at least once, by their number in the address space."""
     resident_blocks: dict[int, int] = field(default_factory=dict)
-    """Blocks of the pass that are on the GPU at the end → their pages there."""
+    """Number of each 2 MiB block that is on the GPU after the pass → how many of its pages are there."""
 
 
 def run_starts(numbers: PageNumbers) -> PageNumbers:

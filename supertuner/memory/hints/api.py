@@ -1,4 +1,5 @@
-"""Residency hints for tensors and batches, also under the names of the GH200 forks. Every call returns its outcome.
+"""Residency hints for tensors and batches, also under the names of the GH200 forks of SimpleTuner and ai-toolkit. Every
+call returns its outcome.
 
 A trainer creates its own `ResidencyHints`. The functions at the end are for scripts that use the names of the forks:
 they share one `ResidencyHints` per process, held by the only process-wide state that the architecture tests allow,
@@ -16,6 +17,7 @@ from supertuner.core.types import bytes_text
 from supertuner.memory.driver import HOST, AddressRange, Driver, GpuLocation, MemoryLocation, NotAvailable, find_device
 from supertuner.memory.hints.applied_cache import AppliedHintCache
 from supertuner.memory.hints.enabled import HintDecision, HintSupport, decide_hints, hint_support
+from supertuner.memory.hints.issue import HintIssuer, HintRequest, HintVerb
 from supertuner.memory.hints.outcomes import BatchHintSummary as BatchHintSummary
 from supertuner.memory.hints.outcomes import HintOutcome as HintOutcome
 from supertuner.memory.hints.outcomes import HintStatus as HintStatus
@@ -29,7 +31,6 @@ from supertuner.memory.hints.page_ranges import (
     whole_pages,
 )
 from supertuner.memory.hints.policy import POLICIES, BatchHint, BatchTensorKind, PolicyName, named_tensors, tensor_kind
-from supertuner.memory.hints.request import HintIssuer, HintRequest, HintVerb
 
 if TYPE_CHECKING:
     import torch
@@ -210,7 +211,7 @@ class _ProcessHints:
 
 
 _process = _ProcessHints()
-"""The only process-wide state that the architecture tests allow (tests/architecture/test_the_house.py names it)."""
+"""The only process-wide state that the architecture tests allow (tests/architecture names it)."""
 
 
 def set_uvm_hint_override(value: bool | None) -> None:

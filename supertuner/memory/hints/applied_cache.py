@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from supertuner.memory.driver import AddressRange
+from supertuner.memory.hints.issue import HintRequest
 from supertuner.memory.hints.outcomes import HintOutcome
 from supertuner.memory.hints.page_ranges import overlaps
-from supertuner.memory.hints.request import HintRequest
 
 if TYPE_CHECKING:
     import torch

@@ -140,8 +140,8 @@ class HostCapacity:
 def overflow_limits(settings: Settings, host: HostFacts, *, host_capacity: int | None) -> OverflowLimits:
     """The plugin's limits.
 
-    `host_capacity` is the managed memory that the host, or this process's container, could hold, without free GPU
-    memory, which the kernel of a superchip counts as the host's.
+    `host_capacity` is the managed memory that the host, or this process's container, could hold. It does not include
+    free GPU memory, although the kernel of a superchip counts that as host memory.
     """
     total = host.memory_total() or 0
     floor = settings.host_floor_gb * GIB if settings.host_floor_gb is not None else HOST_FLOOR_SHARE * total

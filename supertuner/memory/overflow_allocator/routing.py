@@ -50,7 +50,7 @@ class ProcessWideRoute:
 class ThreadLocalRoute:
     """Routes the calling thread. Autograd stays on it, so that backward is routed as well."""
 
-    description = "this thread's allocations, with autograd kept on it"
+    description = "allocations of this thread, on which autograd's backward then runs too"
 
     def __init__(self, device: int) -> None:
         self._device = device

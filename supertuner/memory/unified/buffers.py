@@ -17,9 +17,9 @@ import torch
 
 from supertuner.core.types import GIB, MIB
 from supertuner.memory.driver import AddressRange, Driver, DriverError, GpuLocation, MemoryKind, find_device
+from supertuner.memory.hints.issue import HintIssuer, HintRequest, HintVerb
 from supertuner.memory.hints.outcomes import HintOutcome, HintStatus
 from supertuner.memory.hints.page_ranges import whole_pages_inside
-from supertuner.memory.hints.request import HintIssuer, HintRequest, HintVerb
 from supertuner.memory.unified.dlpack import DLPackHeader, ForeignStorage
 
 BLOCK_BYTES: Final = 2 * MIB

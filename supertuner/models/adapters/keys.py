@@ -92,7 +92,9 @@ class AdapterKeyReading:
     def family(self) -> str:
         """The only family. Raises ModelError if there are several."""
         if len(self.families) != 1:
-            raise ModelError(f"the layers of this adapter exist in {' and '.join(self.families)}; choose the family")
+            raise ModelError(
+                f"the layers of this adapter exist in {' and '.join(self.families)}; choose the family with `family`"
+            )
         return self.families[0]
 
     def summary(self) -> str:
@@ -130,7 +132,7 @@ def format_key(name: AdapterTensorName, scheme: KeyScheme, family: str) -> str:
         raise ModelError(
             f"{name} belongs to one of several experts, but {scheme.name} keys cannot name an expert"
             if name.expert is not None
-            else f"{scheme.name} keys name an expert, but that of {name} is unknown; choose the expert"
+            else f"{scheme.name} keys name an expert, but that of {name} is unknown; set `expert`"
         )
     row, numbers = _find_row(layout, name.module)
     layer_name = _layer_name(layout, row, scheme.naming)

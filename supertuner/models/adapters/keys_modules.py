@@ -24,13 +24,13 @@ NUMBER_PLACEHOLDER: Final = "#"
 
 @dataclass(frozen=True, slots=True)
 class FamilyLayers:
-    """The layers of a family with their names."""
+    """The names of a family's layers in diffusers and in the original code, and which keys ComfyUI reads for them."""
 
     family: str
     original_names: Mapping[str, str | None]
     """The rows: name in diffusers → name in the original code."""
     comfyui_scheme: str
-    """A scheme that ComfyUI loads and that needs no fusing of layers."""
+    """The key scheme of exports for ComfyUI: one in which separate q, k and v layers stay separate."""
     comfyui_reads: Mapping[LayerNaming, Sequence[str]]
     """Naming → the styles whose keys ComfyUI maps to layers: a summary of `model_lora_keys_unet` in its comfy/lora.py.
 

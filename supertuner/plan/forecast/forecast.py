@@ -25,7 +25,7 @@ from supertuner.plan.forecast.timeline import MemoryTimeline, build_timeline
 from supertuner.plan.forecast.timing import RepeatedWork, RunWork, forecast_timing
 from supertuner.plan.forecast.trace_provider import CachedTraceProvider
 from supertuner.plan.placement.plan import MemoryPlan
-from supertuner.plan.placement.planner import RunPlanner
+from supertuner.plan.placement.run_plans import RunPlanner
 from supertuner.plan.placement.throughput import MachineRates
 from supertuner.plan.trace.inference_phases import sample_work
 

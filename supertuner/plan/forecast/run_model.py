@@ -21,10 +21,10 @@ from supertuner.plan.forecast.storage import ExpertStateSizes, StorageItem, list
 from supertuner.plan.forecast.suggestion_baseline import configured_choice
 from supertuner.plan.forecast.timing import ExpertSteps
 from supertuner.plan.forecast.trace_provider import CachedTraceProvider
+from supertuner.plan.placement.make_plan import plan_step
 from supertuner.plan.placement.memory_needs import PER_PARAMETER_OPTIMIZERS
 from supertuner.plan.placement.plan import MemoryPlan
-from supertuner.plan.placement.plan_step import plan_step
-from supertuner.plan.placement.planner import RunPlanner
+from supertuner.plan.placement.run_plans import RunPlanner
 from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind

@@ -16,8 +16,8 @@ from supertuner.memory.machines import MACHINES, MachineSpec
 from supertuner.plan.forecast.results import HOST_SHARE, TIGHT_SHARE, SuggestedChange
 from supertuner.plan.forecast.suggestion_baseline import SuggestionBaseline, configured_choice, seconds_without_plan
 from supertuner.plan.placement.choice import PlacementChoice, TimedStep
+from supertuner.plan.placement.make_plan import plan_step
 from supertuner.plan.placement.memory_needs import compute_memory_needs
-from supertuner.plan.placement.plan_step import plan_step
 from supertuner.plan.placement.step_table import BlockCosts, OperatorWork, StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 

@@ -43,7 +43,7 @@ def known_machine_capacity(name: str) -> MachineCapacity:
     """The memory of a machine of the table. Raises OptionError for an unknown name, with the known ones."""
     if name not in MACHINES or name == "cpu":
         known_names = ", ".join(key for key in MACHINES if key != "cpu")
-        raise OptionError(f"{name!r} is not a known machine; there are {known_names}, and this")
+        raise OptionError(f"{name!r} is not a known machine; set `machine` to one of {known_names}, or this")
     machine = MACHINES[name]
     gpu_bytes, host_bytes = _figure_bytes(machine.gpu_bytes), _figure_bytes(machine.host_bytes)
     return MachineCapacity(machine, machine.title, gpu_bytes, host_bytes, "from the table of machines")

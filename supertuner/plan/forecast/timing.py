@@ -17,8 +17,8 @@ from supertuner.plan.forecast.duration import StepTime, WindowGroup
 from supertuner.plan.forecast.results import RunTiming, TimingScenario
 from supertuner.plan.forecast.suggestion_baseline import seconds_without_plan
 from supertuner.plan.placement.choice import PlacementChoice
+from supertuner.plan.placement.make_plan import evaluate_plan
 from supertuner.plan.placement.plan import MemoryPlan
-from supertuner.plan.placement.plan_step import evaluate_plan
 from supertuner.plan.placement.roofline import step_time_bound
 from supertuner.plan.placement.step_table import OperatorWork, StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits

@@ -81,7 +81,7 @@ class TimedStep:
     recompute_bytes: Sequence[int]
     """The same in the backward pass if the block is recomputed."""
     update_shares: Sequence[float]
-    """Share of the optimizer's work for each block."""
+    """For each block its fraction of the optimizer's work; they add up to 1."""
     update_s: float
 
     @classmethod

@@ -30,7 +30,7 @@ others count steps, or estimate a value over all parameters together."""
 UPDATE_PIECE_BYTES: Final = 256 * MIB
 """An update that copies anything to the GPU is done in pieces of whole parameters of about this many bytes."""
 UPDATE_PIECES_ON_GPU: Final = 10
-"""Pieces on the GPU at once: one is updated, one arrives, eight leave (`train/offload/host_buffers.py`)."""
+"""Pieces on the GPU at once: one is updated, one arrives, eight leave (`train/offload/tensor_host_buffers.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

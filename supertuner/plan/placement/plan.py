@@ -18,7 +18,7 @@ class WeightPlacement(StrEnum):
     """Where the weights of a block are kept."""
 
     GPU = "gpu"
-    """In GPU memory during the whole run."""
+    """In GPU memory while its expert is trained."""
     STREAMED = "streamed"
     """In host memory; copied into a slot of GPU memory ahead of each use. After the use the slot is reused: frozen
     weights are not copied back."""

@@ -46,7 +46,7 @@ class BlockCosts:
     saved_bytes: int
     """Activations that the forward pass saves for the backward pass, without recomputation."""
     input_bytes: int
-    """Inputs of the block that must be kept if it is recomputed: a part of the saved bytes, or instead of them."""
+    """Inputs of the block that must be kept if it is recomputed: they are kept instead of the saved activations."""
     forward: OperatorWork
     backward: OperatorWork
     """Without recomputation."""

@@ -96,7 +96,8 @@ class MemoryLimits:
 
     @classmethod
     def from_machine(cls, machine: MachineSpec, *, host_bytes: int | None = None) -> MemoryLimits:
-        """All memory of the machine. `host_bytes`: for a graphics card, whose host is not in the table."""
+        """Limits that allow all GPU memory and all host memory. `host_bytes` is needed for a graphics card: the table
+        of machines does not know its host."""
         assert machine.gpu_bytes.value is not None, f"{machine.title} has no GPU memory"
         host = machine.host_bytes.value if host_bytes is None else host_bytes
         return cls(int(machine.gpu_bytes.value), None if host is None else int(host))

@@ -28,7 +28,7 @@ from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
 from supertuner.plan.trace.recorder import PLAIN_CPU, TracedDevice, TraceRecorder
 from supertuner.step.expert_setup import build_step_options, selected_experts
 from supertuner.step.precision import ComputePrecision
-from supertuner.step.window import ExpertState
+from supertuner.step.train_step import ExpertState
 
 ENCODE_MEDIA, ENCODE_TEXT, SAMPLING = "encode media", "encode text", "sample"
 PREDICTION, ENCODE_AND_DECODE = "prediction", "rest"

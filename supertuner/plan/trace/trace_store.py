@@ -170,7 +170,7 @@ def _newest_first(file: Path) -> float:
 
 
 def _checksum(arrays: Mapping[str, NDArray[Any]], facts_json: str) -> str:
-    """Over every name, type, shape and value."""
+    """The checksum of a stored trace: of every array's name, dtype, shape and values, and of the facts."""
     checksum = xxhash.xxh3_128(facts_json.encode())
     for name in sorted(arrays):
         checksum.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())

@@ -2,7 +2,7 @@
 network.
 
 The module is built from its config alone. Adapters, optimizer and objective are built as in a run
-(`step/expert_setup.py`), and the traced function is the one that the training loop calls (`step/window.py`). Fake
+(`step/expert_setup.py`), and the traced function is the one that the training loop calls (`step/train_step.py`). Fake
 tensors have no values: code that reads one (a norm, an optimizer's estimate) gets 1.
 """
 
@@ -26,7 +26,7 @@ from supertuner.plan.trace.recorder import PLAIN_CPU, TracedDevice, TraceRecorde
 from supertuner.step import expert_setup
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import ComputePrecision
-from supertuner.step.window import ExpertState, train_window
+from supertuner.step.train_step import ExpertState, train_window
 
 
 def trace_training_step(

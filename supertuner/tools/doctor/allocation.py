@@ -176,7 +176,7 @@ class AllocationTest:
                 phase.advance(items=1)
 
     def _find_difference(self, block: AddressRange, value: int, bounce: AddressRange) -> str:
-        """A description of the first wrong value in a block; empty if all samples are right."""
+        """Check some values of a block of memory. Returns a description of the first wrong one, or ""."""
         wrong = self._wrong_sample(block, value)
         if wrong:
             return f"the host reads {wrong}"

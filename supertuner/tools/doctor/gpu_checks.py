@@ -35,7 +35,7 @@ def gpu_checks(snapshot: SystemSnapshot) -> Iterator[CheckResult]:
 
 
 def check_missing_gpu(snapshot: SystemSnapshot, reason: str) -> CheckResult:
-    """No GPU. If torch sees one, the installation is at fault, not the machine."""
+    """The finding for a machine on which SuperTuner sees no GPU. If torch sees one, an installation is broken."""
     if snapshot.torch.sees:
         finding = f"torch sees {snapshot.torch.sees}, but SuperTuner sees none: {reason}"
         remedy = "install the requirements: `pip install -e .` in SuperTuner's folder; test the driver: `nvidia-smi`"

@@ -28,7 +28,7 @@ from supertuner.core.types import JSON, bytes_text
 from supertuner.train.checkpoint.durable_save import save_checkpoint
 from supertuner.train.checkpoint.manifest import CHECKPOINTS_DIR, checkpoint_name
 from supertuner.train.checkpoint.state import collect_constant_state, collect_contents
-from supertuner.train.checkpoint.write import CheckpointContents, CheckpointSharding, SaveAbandonedError
+from supertuner.train.checkpoint.write_files import CheckpointContents, CheckpointSharding, SaveAbandonedError
 from supertuner.train.run.training_run import TrainingRun
 
 WARN_AFTER_S = 1.0
@@ -55,7 +55,7 @@ class SaveJob:
     """Whether a failure ends the run."""
     events: list[Event] = field(default_factory=list)
     nbytes: int = 0
-    """Bytes that this process writes; 0 until they are known."""
+    """Total bytes that this process has to write; 0 until they are known."""
     done_bytes: int = 0
     """Bytes written so far."""
     _callbacks: list[SaveCallback] = field(default_factory=list)

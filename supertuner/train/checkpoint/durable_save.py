@@ -24,8 +24,9 @@ from supertuner.core.errors import CheckpointError
 from supertuner.core.events import NullSink, Progress, Sink, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.core.types import bytes_text
-from supertuner.train.checkpoint import load, write
+from supertuner.train.checkpoint import load
 from supertuner.train.checkpoint import manifest as manifests
+from supertuner.train.checkpoint import write_files as write
 
 SAVING_PREFIX, REPLACED_PREFIX, REMOVING_PREFIX = HIDDEN_PREFIXES = ".saving-", ".replaced-", ".removing-"
 UNUSED_PREFIX = "unused-"
@@ -137,7 +138,7 @@ def _intact_checkpoint_text(folder: Path) -> str:
 
 
 def _require_disk_space(folder: Path, plan: write.CheckpointWritePlan, host: HostFacts, writer_count: int) -> None:
-    """CheckpointError if the disk is too full. Of several writers each needs as much as rank 0, or a few rows less."""
+    """CheckpointError if the disk is too full. Each rank writes its shard, none larger than rank 0's."""
     needed, free = plan.disk_bytes() * writer_count, host.free_bytes(folder)
     if needed > free:
         problem = f"needs {bytes_text(needed)}, {bytes_text(free)} are free below {folder}"

@@ -15,7 +15,7 @@ from supertuner.distributed.process_group import ProcessGroup
 from supertuner.models.adapters import attach as adapters
 from supertuner.models.spec import Tensors
 from supertuner.optim import optimizer_state
-from supertuner.step.window import ExpertState
+from supertuner.step.train_step import ExpertState
 from supertuner.train.checkpoint.durable_save import load_latest, set_aside_later_checkpoints
 from supertuner.train.checkpoint.load import LoadedCheckpoint, WantedRows, find_checkpoints, load_checkpoint
 from supertuner.train.checkpoint.manifest import CHECKPOINTS_DIR
@@ -148,11 +148,11 @@ def _require_same_initial_weights(run: TrainingRun, loaded: LoadedCheckpoint) ->
         expert, _, setting = name.partition(": ")
         decides = setting.endswith(".frozen") or any(dataset.prior for dataset in run.config.datasets)
         if is_own_checkpoint and decides:
-            problem = f"{expert} was trained with other tensors in the file of {setting}"
+            problem = f"{expert} was trained with other tensors in the adapter file that {setting} names"
             remedy = (
                 "or, if the change is intended, start another run.name with checkpoints.resume set to this checkpoint"
             )
-            raise CheckpointError(f"{loaded.path}: {problem}; restore that file, {remedy}")
+            raise CheckpointError(f"{loaded.path}: {problem}; restore that adapter file, {remedy}")
         effect = "training continues on the new file" if decides else "the checkpoint's values count, not the file's"
         _warn(run, loaded, f"{expert} was trained with other tensors (or none) in the file of {setting}: {effect}")
 

@@ -14,7 +14,7 @@ from supertuner.core.types import JSON
 from supertuner.models.adapters import attach as adapters
 from supertuner.models.spec import Tensors
 from supertuner.optim import optimizer_state
-from supertuner.train.checkpoint.write import CheckpointContents
+from supertuner.train.checkpoint.write_files import CheckpointContents
 from supertuner.train.run.training_run import TrainingRun
 
 RowOffsets: TypeAlias = dict[str, dict[str, int]]

@@ -1,7 +1,7 @@
 """EncodedCorpus: looks up the cached latents and text encodings of a micro-batch, and encodes what is not cached.
 
-Lookup is by arrays: a sample's index and its cycle give a ref (LatentTable, CaptionTable), and CacheEntries gathers the
-entries of the refs.
+Lookup is by arrays: a sample's index and its cycle (how often its dataset was passed through before) give a ref
+(LatentTable, CaptionTable), and CacheEntries gathers the entries of the refs. `cache/` stores the entries.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class LatentTable:
             for begin, count, samples in zip(job_offsets, variations, self._sample_indices, strict=True)
         ]
         self.is_cached = np.array([refs is not None for refs in self._refs])
-        """For each group, whether its latents are cached."""
+        """For each group, whether the plan caches its latents."""
 
     def find(self, group: int, samples: NDArray[np.int64], cycles: NDArray[np.int64]) -> EntryRefs:
-        """The refs of samples of one group, or MISSING_REF."""
+        """The refs of samples of this group; MISSING_REF for those that the plan did not include."""
         table = self._refs[group]
         assert table is not None, f"group {group} is not cached"
         columns = np.searchsorted(self._sample_indices[group], samples.astype(np.uint32))
@@ -56,11 +56,11 @@ class LatentTable:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EntryTables:
-    """The lookup tables of all entries that are cached once."""
+    """The lookup tables of entries that are encoded once for the whole run (not anew in each epoch)."""
 
     latents: LatentTable
     captions: tuple[CaptionTable | None, ...]
-    """For each dataset; None if its captions are not cached once."""
+    """For each dataset; None if its captions are not encoded once for the whole run."""
     text_refs: EntryRefs
     """By the indices that CaptionTable gives."""
 
@@ -169,7 +169,7 @@ class EncodedCorpus:
     def _entry_pieces(
         self, entries: CacheEntries, refs: EntryRefs, micro_batch: MicroBatch, rows: NDArray[np.intp]
     ) -> list[BatchPiece]:
-        """Rows from their entries. Missing ones (positions beyond `until`) are encoded here, with the same bits."""
+        """Rows from their entries. Missing ones (not planned: beyond the end of the run) are encoded here."""
         present, absent = np.flatnonzero(refs >= 0), np.flatnonzero(refs < 0)
         pieces: list[BatchPiece] = [(rows[present], entries.gather(refs[present]))] if len(present) else []
         if len(absent):

@@ -186,7 +186,8 @@ def map_plan(corpus: Corpus, reader: ArenaReader) -> plans.CachePlan:
 
 
 def map_tables(corpus: Corpus, reader: ArenaReader) -> EntryTables:
-    """The lookup tables in an arena. They stay valid after the reader is closed."""
+    """The tables that map samples and captions to cache entries, from a shared arena. Valid after the reader is
+    closed."""
     meta: Mapping[str, Any] = reader.meta
     latents = LatentTable(corpus, meta["begins"], meta["turns"], reader.table("media_refs"))
     return EntryTables(latents, _map_caption_tables(corpus, reader), reader.table("text_refs"))

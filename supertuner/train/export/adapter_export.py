@@ -74,10 +74,10 @@ def _require_no_existing_files(paths: Sequence[Path]) -> None:
     if existing and missing:
         raise ModelError(
             f"{existing[0]} exists and {missing[0]} does not: an export may have been interrupted between them; "
-            "overwrite both, or choose another path"
+            "replace both with `overwrite`, or choose another path with `out`"
         )
     if existing:
-        raise ModelError(f"{existing[0]} exists; choose another path, or overwrite it")
+        raise ModelError(f"{existing[0]} exists; choose another path with `out`, or replace it with `overwrite`")
 
 
 def _publish_files(paths: Sequence[Path], overwrite: bool) -> None:
@@ -85,7 +85,7 @@ def _publish_files(paths: Sequence[Path], overwrite: bool) -> None:
     files of two exports."""
     for path in paths:
         if path.is_dir():
-            raise ModelError(f"{path} is a folder; name a file")
+            raise ModelError(f"{path} is a folder; name a file with `out`")
     if overwrite and len(paths) == 1:
         os.replace(_temporary_path(paths[0]), paths[0])
     else:

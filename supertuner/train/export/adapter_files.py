@@ -140,7 +140,7 @@ def with_expert(file: AdapterFile, expert: str | None) -> AdapterFile:
 
 
 def select_expert(file: AdapterFile, expert: str | None) -> AdapterFile:
-    """The file with only this expert's tensors."""
+    """A copy of the description `file` that has only this expert's tensors; no file is written."""
     names = {key: name for key, name in file.reading.names.items() if name.expert == expert}
     return replace(file, reading=replace(file.reading, names=names))
 
@@ -338,9 +338,9 @@ def _open_adapter_file(path: Path) -> Iterator[int]:
 def _create_file(path: Path, overwrite: bool) -> Iterator[int]:
     """Yield a descriptor of a hidden file; afterwards it is at `path`, durably. Replaces only with `overwrite`."""
     if path.exists() and not overwrite:
-        raise ModelError(f"{path} exists already; name another file, or overwrite it")
+        raise ModelError(f"{path} exists already; name another file with `out`, or replace it with `overwrite`")
     if path.is_dir():
-        raise ModelError(f"{path} is a folder; name a file")
+        raise ModelError(f"{path} is a folder; name a file with `out`")
     if not path.parent.is_dir():
         raise ModelError(f"{path} cannot be written: there is no folder {path.parent}; create it, or name another file")
     hidden = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -44,7 +44,7 @@ def merge_adapters(files: Sequence[AdapterFile], base: Path, out: Path, strength
 
     Raises ModelError if `base` is not a diffusers pipeline, `out` exists, or an adapter does not fit the base.
     """
-    from supertuner.train.checkpoint.atomic_folder import atomic_folder
+    from supertuner.core.atomic_folder import atomic_folder
 
     if not (base / MODEL_INDEX_FILE).is_file():
         raise ModelError(
@@ -54,7 +54,7 @@ def merge_adapters(files: Sequence[AdapterFile], base: Path, out: Path, strength
     if not math.isfinite(strength) or strength == 0:
         raise ModelError(f"strength is {strength}; it must be finite and not 0 (1 is the adapter as trained)")
     if out.exists():
-        raise ModelError(f"{out} exists; name a new folder")
+        raise ModelError(f"{out} exists; name a new folder with `out`")
     adapters = _adapters_by_part(files, base)
     counts = dict.fromkeys(_expert_folders(base), 0)
     with atomic_folder(out.parent, out.name, lambda there, new: False) as work_dir:
@@ -88,7 +88,7 @@ def _adapters_by_part(files: Sequence[AdapterFile], base: Path) -> dict[str, Ada
         for expert in file.reading.experts:
             if several_experts and expert is None:
                 choices = " or ".join(part_by_expert)
-                raise ModelError(f"{file.path}: {base} has several experts; choose the expert: {choices}")
+                raise ModelError(f"{file.path}: {base} has several experts; set `expert` to {choices}")
             part = next(iter(part_by_expert.values())) if expert is None else part_by_expert[expert]
             if not (base / part).is_dir():
                 raise ModelError(f"{file.path} is for {part}, but {base} has no such folder")

@@ -17,13 +17,13 @@ from typing import Final
 from safetensors import SafetensorError
 
 from supertuner.config.settings.block import SettingsBlock
+from supertuner.core.atomic_folder import atomic_folder
 from supertuner.core.durable import write_chunks
 from supertuner.core.errors import TrainError
 from supertuner.core.types import JSON
 from supertuner.models.adapters import attach as adapters
 from supertuner.models.spec import Expert, ModelSource
-from supertuner.step.window import ExpertState, evaluation_weights
-from supertuner.train.checkpoint.atomic_folder import atomic_folder
+from supertuner.step.train_step import ExpertState, evaluation_weights
 from supertuner.train.checkpoint.state import library_versions
 from supertuner.train.checkpoint.tensor_file import plan_tensor_file
 from supertuner.train.run.training_run import EXPORTS_DIR, TrainingRun

@@ -1,13 +1,12 @@
 """Sends the activations that a block's forward pass saves to host memory, and fetches them for its backward pass.
 
-autograd passes every tensor that it saves to a pack hook, and its result to an unpack hook (saved_tensors_hooks). The
-pack hook returns one of:
+autograd passes every tensor that it saves to a pack hook, and the hook's result to an unpack hook
+(saved_tensors_hooks). The hooks are in `offloaded_blocks.py`, which also handles streamed weights; `pack` and `unpack`
+here are their parts for activations. `pack` returns one of:
 
-    StreamedWeightRef   for bytes of a streamed weight: nothing is kept, since its slot holds another block by then; the
-                        backward pass reads the weight from the slot that holds it at that time
     OffloadedView       for an activation: its storage is copied to host memory once, however many tensors are views of
                         it
-    the tensor itself   for everything else: small tensors, weights that stay, inputs shared by several blocks
+    the tensor itself   for everything else: small tensors, weights that stay, inputs shared with the block before
 
 On a GPU the storage stays alive until the compute stream has waited for the copy, so that the caching allocator cannot
 reuse its memory too early. The number of blocks whose copies are in flight is bounded.
@@ -23,8 +22,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from supertuner.train.offload.host_memory import HostMemoryPool, storage_bytes
 from supertuner.train.offload.param_storage import is_plain
+from supertuner.train.offload.pinned_memory_pool import HostMemoryPool, storage_bytes
 from supertuner.train.offload.transfer import DeviceTransfer, TransferEvent
 
 StorageAddresses: TypeAlias = set[int]
@@ -104,14 +103,19 @@ class ActivationOffloader:
         return {}
 
     def pack(
-        self, block: int, tensor: torch.Tensor, storages: dict[int, OffloadedStorage], keep_addresses: StorageAddresses
+        self,
+        block: int,
+        tensor: torch.Tensor,
+        storages: dict[int, OffloadedStorage],
+        addresses_to_keep: StorageAddresses,
     ) -> OffloadedView | torch.Tensor:
-        """The pack hook. `storages` keeps every storage of this pass alive, so an address identifies one storage."""
+        """Copy the tensor's storage to host memory if that pays off. `storages` keeps every storage of this pass alive,
+        so an address identifies one storage."""
         if not is_plain(tensor) or tensor.device != self._transfer.device or tensor.is_sparse:
             return tensor
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if storage.nbytes() < self._min_bytes or address in keep_addresses:
+        if storage.nbytes() < self._min_bytes or address in addresses_to_keep:
             return tensor
         if address not in storages:
             storages[address] = self._send_to_host(storage_bytes(tensor))
@@ -142,7 +146,7 @@ class ActivationOffloader:
         storage.pending_uses -= 1
         if storage.fetched:
             self._await(storage)
-            if storage.pending_uses <= 0:  # autograd drops a tensor after its use; a further use fetches it again
+            if storage.pending_uses <= 0:  # a second backward pass (retain_graph) fetches it again
                 storage.device_bytes = None
         return tensor
 
@@ -190,7 +194,7 @@ class ActivationOffloader:
 
 
 class BlockInputs:
-    """Finds inputs that several blocks share: sending them to host memory would free nothing."""
+    """Finds inputs that a block shares with the block before it: sending them to host memory would free nothing."""
 
     def __init__(self) -> None:
         self._previous_inputs: list[weakref.ref[torch.Tensor]] = []

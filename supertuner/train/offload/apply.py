@@ -16,13 +16,13 @@ from supertuner.core.errors import TrainError
 from supertuner.plan.placement.memory_needs import UPDATE_PIECE_BYTES
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.step.parameter_state import HOST, ParameterState
-from supertuner.step.window import ExpertState
+from supertuner.step.train_step import ExpertState
 from supertuner.train.offload.activations import ActivationOffloader
-from supertuner.train.offload.host_buffers import HostBuffers
-from supertuner.train.offload.host_memory import HostMemoryPool
 from supertuner.train.offload.offloaded_blocks import OffloadedBlocks
 from supertuner.train.offload.optimizer_step import PlannedOptimizerOffload
 from supertuner.train.offload.param_storage import stored_tensors
+from supertuner.train.offload.pinned_memory_pool import HostMemoryPool
+from supertuner.train.offload.tensor_host_buffers import HostBuffers
 from supertuner.train.offload.transfer import DeviceTransfer
 from supertuner.train.offload.weight_ring import StreamedBlock, WeightRing
 

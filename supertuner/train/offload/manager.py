@@ -18,13 +18,13 @@ from supertuner.models.blocks import named_blocks
 from supertuner.models.spec import Expert, ModelDescription
 from supertuner.plan.placement import replan as replanning
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, OptimizerPlacement, WeightPlacement
-from supertuner.plan.placement.planner import ExpertPlan, RunPlanner, plan_without_forecast
+from supertuner.plan.placement.run_plans import ExpertPlan, RunPlanner, plan_without_forecast
 from supertuner.step.expert_swap import ExpertSwap
 from supertuner.step.parameter_state import HOST
-from supertuner.step.window import ExpertState
+from supertuner.step.train_step import ExpertState
 from supertuner.train.offload.apply import MIN_OFFLOAD_BYTES, OffloadedExpert, apply_plan
-from supertuner.train.offload.host_buffers import HostBuffers
 from supertuner.train.offload.swappable_expert import PlannedSwappableExpert
+from supertuner.train.offload.tensor_host_buffers import HostBuffers
 from supertuner.train.offload.transfer import DeviceTransfer
 
 

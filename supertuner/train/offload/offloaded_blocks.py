@@ -94,7 +94,7 @@ class OffloadedBlocks:
         return output
 
     def _run(self, number: int, inner: BlockCall, args: Any, kwargs: Any) -> Any:
-        """Run the block itself, with its weights on the device."""
+        """Wait until the block's weights are on the device, if they are streamed, and run it."""
         if number not in self.ring.streamed or number == self._block_on_device:
             return inner(*args, **kwargs)
         self.ring.wait_for_block(number, self.current_pass)

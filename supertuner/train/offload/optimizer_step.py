@@ -25,9 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from supertuner.plan.placement.memory_needs import PER_PARAMETER_OPTIMIZERS
 from supertuner.plan.placement.plan import OptimizerPlacement
 from supertuner.step.parameter_state import HOST, BufferKey, ParameterState
-from supertuner.train.offload.host_buffers import HostBuffers
 from supertuner.train.offload.offloaded_blocks import OffloadedBlocks
 from supertuner.train.offload.param_storage import is_plain
+from supertuner.train.offload.tensor_host_buffers import HostBuffers
 from supertuner.train.offload.transfer import DeviceTransfer, TransferEvent
 from supertuner.train.offload.weight_ring import WeightRing
 

@@ -1,4 +1,4 @@
-"""The seam between a plan and a machine: asynchronous copies to the device and back, with events to wait for.
+"""Asynchronous copies to the device and back, with events to wait for.
 
 A copy starts after everything queued on the compute stream so far, so it may overwrite what earlier computation has
 read, and may read what it has written. `wait_on_device` makes the compute stream wait for a copy; `synchronize` makes
@@ -41,8 +41,8 @@ class DeviceTransfer(Protocol):
 
 
 class SynchronousTransfer:
-    """The transfer for the CPU as device: copies at once. Results do not depend on the transfer, so results that hold
-    with this one hold on a GPU."""
+    """The transfer for the CPU as device: each copy is complete when its call returns. It cannot show a missing
+    wait."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.counters = device, TransferCounters()

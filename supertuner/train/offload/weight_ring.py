@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from supertuner.train.offload.host_buffers import HostBuffers
-from supertuner.train.offload.host_memory import ALIGNMENT, tensor_in_bytes
 from supertuner.train.offload.param_storage import StoredTensor, stored_tensors
+from supertuner.train.offload.pinned_memory_pool import ALIGNMENT, tensor_in_bytes
 from supertuner.train.offload.prefetch_order import BlockPass, block_to_evict, next_uses
+from supertuner.train.offload.tensor_host_buffers import HostBuffers
 from supertuner.train.offload.transfer import CopyPair, DeviceTransfer, TransferEvent
 
 

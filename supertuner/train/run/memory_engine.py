@@ -78,7 +78,7 @@ class MemoryEngine:
             self.hint_tally.add(self.hints.place_batch(batch.named_tensors()))
 
     def allocating(self, kind: Literal["weights", "state"]) -> AbstractContextManager[None]:
-        """Tensors allocated inside the block are of this kind, which overflow may place differently from others."""
+        """Inside the `with` block, allocations count as `kind`; the overflow allocator may place kinds differently."""
         return nullcontext() if self.pools is None else self.pools.allocating(kind)
 
     def after_step(self, step: int, sink: Sink) -> None:

@@ -14,7 +14,7 @@ from supertuner.models.adapters.attach import TrainableExpert
 from supertuner.models.spec import Expert, Family, ModelDescription
 from supertuner.optim.schedule import TrainingSchedule, learning_rate_factor
 from supertuner.plan.sample_requests import ValidationSamplePlan
-from supertuner.step.window import ExpertState, StepOptions
+from supertuner.step.train_step import ExpertState, StepOptions
 from supertuner.train.offload.manager import OffloadManager
 from supertuner.train.run.dataloader import BatchCollator, LoaderOptions, TrainingDataLoader, batches_ahead
 from supertuner.train.run.loss_log import LossLog

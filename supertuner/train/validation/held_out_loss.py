@@ -21,7 +21,7 @@ from supertuner.models.objective.diffusion import sample_noise
 from supertuner.models.spec import Expert
 from supertuner.sinks.training_events import HeldOutLoss, finite_or_none
 from supertuner.step.batch import StepBatch
-from supertuner.step.window import ExpertState, StepOptions, held_out_losses
+from supertuner.step.train_step import ExpertState, StepOptions, held_out_losses
 from supertuner.train.run.dataloader import BatchCollator
 
 

@@ -26,6 +26,7 @@ from PIL import Image
 from torch import nn
 
 from supertuner.arena.run_context import RunContext
+from supertuner.core.atomic_folder import atomic_folder, explain_write_errors
 from supertuner.core.durable import write_bytes, write_json
 from supertuner.core.events import MeasurementEvent
 from supertuner.core.types import JSON
@@ -34,8 +35,7 @@ from supertuner.models.spec import ModelSampler, SampleRequest
 from supertuner.plan.sample_requests import ValidationSamplePlan
 from supertuner.sinks.drawing import png_bytes
 from supertuner.sinks.training_events import train_samples_event
-from supertuner.step.window import ExpertState, evaluation_weights
-from supertuner.train.checkpoint.atomic_folder import atomic_folder, explain_write_errors
+from supertuner.step.train_step import ExpertState, evaluation_weights
 from supertuner.train.validation.grid import GridLabels, ImageGrid, VideoGrid, join_frames
 from supertuner.train.validation.video import first_middle_last, mp4_bytes
 

@@ -23,8 +23,8 @@ from supertuner.memory.driver import (
 from supertuner.memory.emulator.configuration import InjectedFault
 from supertuner.memory.emulator.superchip import EmulatedSuperchip
 from supertuner.memory.hints.api import HintOutcome, HintStatus, ResidencyHints
+from supertuner.memory.hints.issue import HintIssuer, HintRequest, HintVerb, page_addresses, same_location
 from supertuner.memory.hints.outcomes import HintTally, combine_outcomes
-from supertuner.memory.hints.request import HintIssuer, HintRequest, HintVerb, page_addresses, same_location
 from tests.memory.tensors import CARD, GB10, PAGE, DriverMemory, host_tensor, superchip
 
 GPU = GpuLocation(0)

@@ -26,7 +26,7 @@ from supertuner.models.adapters.attach import (
     trainable_state,
 )
 from supertuner.models.families.tiny_pipelines import build_pipeline
-from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
+from supertuner.models.families.wan22.family import tiny_wan_pipeline
 from supertuner.models.family_registry import load_family
 from tests.models.adapters.modules import flux, flux_output, random_tensor, wan, wan_output
 

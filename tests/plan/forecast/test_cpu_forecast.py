@@ -28,7 +28,7 @@ from supertuner.step.expert_setup import (
     weight_dtype,
 )
 from supertuner.step.precision import ComputePrecision
-from supertuner.step.window import ExpertState, train_window
+from supertuner.step.train_step import ExpertState, train_window
 from tests.models.families.pipelines import CASES, WrittenPipeline
 
 TOLERANCE = 0.05

@@ -10,7 +10,7 @@ from supertuner.core.types import GIB
 from supertuner.plan.forecast.report import report_lines
 from supertuner.plan.forecast.results import FitStatus, RunTiming, TimingScenario, verdict_text
 from supertuner.plan.forecast.storage import StorageItem
-from supertuner.plan.placement.plan_step import plan_step
+from supertuner.plan.placement.make_plan import plan_step
 from supertuner.plan.placement.throughput import MemoryLimits
 from tests.plan.making_forecasts import a_capacity, a_forecast, a_phase, a_table
 

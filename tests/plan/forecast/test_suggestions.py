@@ -13,9 +13,9 @@ from supertuner.plan.forecast.results import SuggestedChange
 from supertuner.plan.forecast.suggestion_baseline import configured_choice, seconds_without_plan
 from supertuner.plan.forecast.suggestions import scale_tokens, suggest_changes
 from supertuner.plan.placement.choice import TimedStep
+from supertuner.plan.placement.make_plan import plan_step
 from supertuner.plan.placement.memory_needs import compute_memory_needs
 from supertuner.plan.placement.plan import MemoryPlan, OptimizerPlacement, PlanEstimate
-from supertuner.plan.placement.plan_step import plan_step
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from tests.plan.making_forecasts import a_baseline, a_capacity, a_table
 

@@ -13,7 +13,7 @@ from supertuner.optim.schedule import build_training_schedule
 from supertuner.plan.forecast.suggestion_baseline import configured_choice, seconds_without_plan
 from supertuner.plan.forecast.suggestions import scale_tokens
 from supertuner.plan.forecast.timing import ExpertSteps, RepeatedWork, RunWork, forecast_timing
-from supertuner.plan.placement.plan_step import plan_step
+from supertuner.plan.placement.make_plan import plan_step
 from supertuner.plan.placement.step_table import OperatorWork, StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from tests.plan.making_forecasts import a_table

@@ -18,8 +18,8 @@ from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
 from supertuner.plan.placement.choice import PlacementChoice, TimedStep
 from supertuner.plan.placement.fast_simulate import evaluate_choice
+from supertuner.plan.placement.make_plan import plan_step
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, OptimizerPlacement, WeightPlacement
-from supertuner.plan.placement.plan_step import plan_step
 from supertuner.plan.placement.search import evenly_spread_order, search_placement
 from supertuner.plan.placement.step_table import OperatorWork, StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits

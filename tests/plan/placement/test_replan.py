@@ -18,9 +18,8 @@ from supertuner.memory.emulator.clock import EmulatorClock
 from supertuner.memory.emulator.configuration import EmulatedMachine, EmulatorParameters
 from supertuner.memory.machines import MACHINES
 from supertuner.models.blocks import named_blocks
+from supertuner.plan.placement.make_plan import plan_step
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, OptimizerPlacement, WeightPlacement
-from supertuner.plan.placement.plan_step import plan_step
-from supertuner.plan.placement.planner import ExpertPlan, RunPlanner
 from supertuner.plan.placement.replan import (
     PlanAssumptions,
     PlanObservation,
@@ -28,6 +27,7 @@ from supertuner.plan.placement.replan import (
     TransferCounters,
     describe_drift,
 )
+from supertuner.plan.placement.run_plans import ExpertPlan, RunPlanner
 from supertuner.plan.placement.step_table import BlockCosts, OperatorWork, StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from supertuner.train.offload.manager import OffloadManager

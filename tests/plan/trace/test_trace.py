@@ -29,7 +29,7 @@ from supertuner.step.expert_setup import (
     weight_dtype,
 )
 from supertuner.step.precision import ComputePrecision, latent_storage_dtype
-from supertuner.step.window import ExpertState, train_window
+from supertuner.step.train_step import ExpertState, train_window
 from tests.models.families.pipelines import CASES, WrittenPipeline
 
 ADAPTERS: list[dict[str, Any]] = [

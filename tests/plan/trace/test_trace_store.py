@@ -127,7 +127,7 @@ def test_the_versions_cover_everything_that_runs_in_a_trace() -> None:
     versions = program_versions()
     assert {"torch", "diffusers", "peft", "supertuner"} <= set(versions) and versions == program_versions()
     files = {file.relative_to(PACKAGE).as_posix() for file in traced_source_files()}
-    assert {"models/spec.py", "optim/schedule.py", "step/window.py", "plan/trace/recorder.py"} <= files
+    assert {"models/spec.py", "optim/schedule.py", "step/train_step.py", "plan/trace/recorder.py"} <= files
 
 
 @pytest.fixture(scope="module")

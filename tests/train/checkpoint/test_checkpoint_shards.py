@@ -28,7 +28,7 @@ from supertuner.train.checkpoint.load import (
     load_checkpoint,
     verify_checkpoint,
 )
-from supertuner.train.checkpoint.write import CheckpointSharding, SaveAbandonedError, discard_sharded_save
+from supertuner.train.checkpoint.write_files import CheckpointSharding, SaveAbandonedError, discard_sharded_save
 from tests.train.checkpoints import bytes_of, forge_shard, save_parts, state_at, tree
 
 ROWS = {"a.weight": (7, 3), "b.weight": (2, 2, 5), "c.bias": (5,), "d.bias": (1,)}

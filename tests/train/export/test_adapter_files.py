@@ -21,7 +21,7 @@ from supertuner.models.adapters.keys import AdapterTensorName, format_key, read_
 from supertuner.models.adapters.keys_convert import adapter_layers
 from supertuner.models.adapters.keys_schemes import KEY_SCHEMES, KeyScheme
 from supertuner.models.families.tiny_pipelines import build_pipeline
-from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
+from supertuner.models.families.wan22.family import tiny_wan_pipeline
 from supertuner.train.export.adapter_export import export_adapter
 from supertuner.train.export.adapter_files import (
     convert_adapter,

@@ -14,7 +14,7 @@ from supertuner.core.errors import ModelError
 from supertuner.models.adapters.attach import attach, export_tensors, load_trainable_state, trainable_state
 from supertuner.models.adapters.merge import _merge_with_lycoris, merged_weight
 from supertuner.models.families.tiny_pipelines import build_pipeline
-from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
+from supertuner.models.families.wan22.family import tiny_wan_pipeline
 from supertuner.train.export.adapter_files import open_adapter, with_expert
 from supertuner.train.export.adapter_merge import merge_adapters
 from tests.models.adapters.modules import random_tensor, wan_output

@@ -22,7 +22,7 @@ from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.step.batch import StepBatch
 from supertuner.step.precision import ComputePrecision, PrecisionName
-from supertuner.step.window import (
+from supertuner.step.train_step import (
     DenoiseFunction,
     ExpertState,
     StepOptions,

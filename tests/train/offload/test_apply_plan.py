@@ -7,7 +7,7 @@ import pytest
 from supertuner.core.errors import TrainError
 from supertuner.models.blocks import named_blocks
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
-from supertuner.step.window import train_window
+from supertuner.step.train_step import train_window
 from tests.train.offload.making import (
     OffloadCase,
     a_plan,

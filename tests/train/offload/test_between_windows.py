@@ -9,13 +9,13 @@ import pytest
 from supertuner.core.errors import TrainError
 from supertuner.core.events import NullSink
 from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement, WeightPlacement
-from supertuner.plan.placement.planner import ExpertPlan
 from supertuner.plan.placement.replan import PlanAssumptions, TransferCounters
+from supertuner.plan.placement.run_plans import ExpertPlan
 from supertuner.step.expert_swap import ExpertSwap
-from supertuner.step.window import held_out_losses
+from supertuner.step.train_step import held_out_losses
 from supertuner.train.offload.apply import OffloadedExpert, apply_plan
-from supertuner.train.offload.host_memory import HostMemoryPool
 from supertuner.train.offload.manager import OffloadManager
+from supertuner.train.offload.pinned_memory_pool import HostMemoryPool
 from supertuner.train.offload.swappable_expert import PlannedSwappableExpert
 from supertuner.train.offload.transfer import CopyPair, SynchronousTransfer, TransferEvent
 from tests.train.offload.making import (

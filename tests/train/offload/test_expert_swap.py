@@ -11,7 +11,7 @@ import torch
 from supertuner.models.adapters.attach import TrainableExpert, temporary_weights
 from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement, WeightPlacement
 from supertuner.step.expert_swap import ExpertSwap
-from supertuner.step.window import ExpertState, WindowResult, held_out_losses
+from supertuner.step.train_step import ExpertState, WindowResult, held_out_losses
 from supertuner.train.offload.swappable_expert import PlannedSwappableExpert
 from tests.train.offload.making import (
     OffloadCase,

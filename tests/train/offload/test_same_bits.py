@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from supertuner.plan.placement.plan import ActivationPolicy, OptimizerPlacement, WeightPlacement
-from supertuner.step.window import WindowResult, held_out_losses
+from supertuner.step.train_step import WindowResult, held_out_losses
 from tests.train.offload.making import (
     OffloadCase,
     a_plan,

@@ -9,7 +9,7 @@ from torch import nn
 
 from supertuner.core.types import MIB
 from supertuner.plan.placement.memory_needs import UPDATE_PIECE_BYTES
-from supertuner.step.window import ExpertState
+from supertuner.step.train_step import ExpertState
 from supertuner.train.offload.apply import _split_into_pieces
 
 

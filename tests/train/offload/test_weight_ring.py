@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from supertuner.plan.placement.plan import ActivationPolicy, WeightPlacement
-from supertuner.step.window import held_out_losses
-from supertuner.train.offload.host_memory import ALIGNMENT, HostMemoryPool
+from supertuner.step.train_step import held_out_losses
+from supertuner.train.offload.pinned_memory_pool import ALIGNMENT, HostMemoryPool
 from supertuner.train.offload.prefetch_order import BlockPass, block_to_evict, next_uses, upcoming_uses, uses_until
 from tests.train.offload.making import CPU, OffloadCase, a_plan, apply_plan_synchronously, batch, window
 

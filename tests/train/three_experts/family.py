@@ -17,7 +17,7 @@ from supertuner.core.types import MediaKind
 from supertuner.models import loading
 from supertuner.models.families.tiny_pipelines import build_pipeline, write_pipeline
 from supertuner.models.families.wan22.family import FAMILY as WAN
-from supertuner.models.families.wan22.tiny import tiny_wan_pipeline
+from supertuner.models.families.wan22.family import tiny_wan_pipeline
 from supertuner.models.pipeline_files import INDEX_NAME, read_component_configs, read_index
 from supertuner.models.spec import Expert, ModelDescription, ModelSource, SampleRequest
 

@@ -18,7 +18,7 @@ from supertuner.optim.ema import EmaWeights
 from supertuner.optim.optimizer_registry import build_optimizer
 from supertuner.plan.sample_requests import SampleSize, ValidationSamplePlan
 from supertuner.step.precision import ComputePrecision
-from supertuner.step.window import ExpertState, StepOptions, prepare_for_training, train_window
+from supertuner.step.train_step import ExpertState, StepOptions, prepare_for_training, train_window
 from tests.step.step_builders import build_wan_batch
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import pytest
 from supertuner.config.settings.plan import PlanSettings
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
+from supertuner.plan.placement.make_plan import plan_step
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
-from supertuner.plan.placement.plan_step import plan_step
-from supertuner.plan.placement.planner import RunPlanner, apply_plan_settings, plan_without_forecast
 from supertuner.plan.placement.replan import PlanAssumptions, PlanObservation, TransferCounters
+from supertuner.plan.placement.run_plans import RunPlanner, apply_plan_settings, plan_without_forecast
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from supertuner.train.offload.manager import plan_summary
 from tests.plan.making_forecasts import a_table

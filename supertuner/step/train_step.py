@@ -52,9 +52,9 @@ class GradientReduction(Protocol):
     def begin_backward(self, is_last: bool) -> None:
         """Called before each backward pass; `is_last`: it is the last one of this window."""
 
-    def all_reduce(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
         """Called after the last backward pass: sum the parameters' gradients over all processes, in place, and return
-        the sum of the losses. A parameter without a gradient on every process stays without one."""
+        the sum of the losses. A parameter that has a gradient on no process stays without one."""
 
     def global_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
         """The norm of all gradients from the norm of this process's. They differ if gradients are sharded."""
@@ -156,7 +156,7 @@ def train_window(
         offload.gradients_ready()
     loss = losses.sum() / samples
     if reduction is not None:
-        loss = reduction.all_reduce(expert_state.parameters.values(), loss)
+        loss = reduction.reduce_gradients(expert_state.parameters.values(), loss)
     gradients = [p.grad for p in expert_state.parameters.values() if p.grad is not None]
     norm = _unscaled_norm(gradients, scale, losses.device)
     if reduction is not None:

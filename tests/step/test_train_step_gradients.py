@@ -16,7 +16,7 @@ from supertuner.data.ordering.micro_batches import micro_batches, shard_window
 from supertuner.models.spec import ModelSource
 from supertuner.optim.schedule import BatchRamp, windows
 from supertuner.step.batch import StepBatch
-from supertuner.step.window import ExpertState, StepOptions, WindowResult, sample_losses, train_window
+from supertuner.step.train_step import ExpertState, StepOptions, WindowResult, sample_losses, train_window
 from tests.step.step_builders import (
     GradientEditingReduction,
     GradientRecordingReduction,

@@ -14,7 +14,13 @@ from supertuner.core.errors import TrainError
 from supertuner.models.spec import ModelSource
 from supertuner.optim.optimizer_state import pack_state
 from supertuner.optim.schedule import learning_rate_factor
-from supertuner.step.window import ExpertState, evaluation_weights, held_out_losses, prepare_for_training, train_window
+from supertuner.step.train_step import (
+    ExpertState,
+    evaluation_weights,
+    held_out_losses,
+    prepare_for_training,
+    train_window,
+)
 from tests.optim.optimizer_builders import same_bits
 from tests.step.step_builders import (
     GradientEditingReduction,

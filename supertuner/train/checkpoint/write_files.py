@@ -5,12 +5,12 @@ write their own files into one hidden folder, which rank 0 publishes. They coord
 the writer threads cannot use the process group, which training uses at the same time.
 
     .saving-step-00000040/
-      attempt-<save id>               written by rank 0: the folder belongs to this save, and is not a remainder
+      attempt-<save id>               written by rank 0: the folder belongs to this save, not to a killed one
       wrote-00001-<save id>.json      written last by each other rank: its files with sizes and checksums
 
-Rank 0 removes both before it writes the manifest, and `attempt-` when it abandons the save: a rank that misses it
-stops. A rank that survived an earlier job still has that job's folder open, so it cannot write into a new folder of the
-same name.
+Rank 0 removes both before it writes the manifest, and `attempt-` when it abandons the save: a rank that no longer finds
+`attempt-` stops. A rank that survived an earlier job still has that job's folder open, so it cannot write into a new
+folder of the same name.
 """
 
 from __future__ import annotations

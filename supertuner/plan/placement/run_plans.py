@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from supertuner.config.settings.plan import PlanSettings
 from supertuner.memory.machines import MachineSpec
 from supertuner.plan.placement.choice import TimedStep
+from supertuner.plan.placement.make_plan import evaluate_plan, plan_estimate, plan_step
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
-from supertuner.plan.placement.plan_step import evaluate_plan, plan_estimate, plan_step
 from supertuner.plan.placement.replan import PlanAssumptions, PlanObservation, observed_rates
 from supertuner.plan.placement.roofline import step_time_bound
 from supertuner.plan.placement.step_table import StepTable
@@ -34,7 +34,8 @@ class ExpertPlan:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RunPlanner:
-    """Makes the plans of a run's experts from their step tables. `plan.*` settings override what the search finds."""
+    """The plan of each expert: what `make_plan` found, overridden by the `plan.*` settings; made again when
+    re-planning."""
 
     machine: MachineSpec
     limits: MemoryLimits

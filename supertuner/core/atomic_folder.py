@@ -1,4 +1,6 @@
-"""Writes a folder atomically: under a hidden name, synced, then renamed, so that it is complete or does not exist.
+"""Writes a folder atomically (samples, exports, merged models): hidden, then renamed, so that it is complete or absent.
+
+The caller syncs the files that it writes; the folder itself is synced here.
 
 .writing-NAME     being written; after a kill, the next write removes it
 .replaced-NAME    an earlier folder of that name, until the new one has it; after a kill in between, it is restored

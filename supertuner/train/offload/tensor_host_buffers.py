@@ -11,8 +11,8 @@ from collections import deque
 import torch
 
 from supertuner.step.parameter_state import BufferKey
-from supertuner.train.offload.host_memory import HostMemoryPool, tensor_in_bytes
 from supertuner.train.offload.param_storage import StoredTensor
+from supertuner.train.offload.pinned_memory_pool import HostMemoryPool, tensor_in_bytes
 from supertuner.train.offload.transfer import CopyPair, DeviceTransfer, TransferEvent
 
 MAX_COPIES_IN_FLIGHT = 8
