@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from supertuner.train.checkpoint.durable_save import load_latest
 from supertuner.train.checkpoint.load import find_checkpoints
 from supertuner.train.checkpoint.manifest import CHECKPOINTS_DIR
+from supertuner.train.checkpoint.resume import load_latest
 from tests.distributed.ranks import launched_ranks, run_launched
 from tests.distributed.runs import a_run, run_folder
 from tests.distributed.shared_saves import failing, killed

@@ -74,9 +74,9 @@ class RecordingReduction:
         if self.inner is not None:
             self.inner.begin_backward(is_last)
 
-    def all_reduce(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
         trained = list(parameters)
-        total = loss if self.inner is None else self.inner.all_reduce(trained, loss)
+        total = loss if self.inner is None else self.inner.reduce_gradients(trained, loss)
         self.gradients.append([None if p.grad is None else p.grad.clone() for p in trained])
         return total
 

@@ -190,7 +190,7 @@ class GradientEditingReduction:
     def begin_backward(self, is_last: bool) -> None:
         self.last_flags.append(is_last)
 
-    def all_reduce(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter], loss: torch.Tensor) -> torch.Tensor:
         self.edit(parameters)
         return loss
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from supertuner.core.errors import CheckpointError
 from supertuner.core.host import HostFacts
-from supertuner.train.checkpoint.durable_save import load_latest
 from supertuner.train.checkpoint.load import find_checkpoints
+from supertuner.train.checkpoint.resume import load_latest
 from supertuner.train.checkpoint.write_files import CheckpointSharding
 from tests.arena.arena_helpers import fork, wait
 from tests.train.checkpoints import bytes_of, parts_at, save_parts, state_at, tree

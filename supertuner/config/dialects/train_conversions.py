@@ -93,7 +93,8 @@ def validation_seeds(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     first, count = sibling_value(block, "validation_seed"), sibling_value(block, "num_validation_images")
     first, count = 0 if first is None else first, 1 if count is None else count
     if not _is_whole_number(first) or not _is_whole_number(count) or not 1 <= count <= 64:
-        return [InvalidValue("validation_seed must be a whole number, and num_validation_images one from 1 to 64")]
+        rule = "validation_seed is a whole number, and num_validation_images one from 1 to 64"
+        return [InvalidValue(f"{format_value(value)} is not valid: {rule}")]
     return [SettingValue("validation.seeds", list(range(first, first + count)))]
 
 

@@ -29,7 +29,6 @@ from supertuner.train.checkpoint import manifest as manifests
 from supertuner.train.checkpoint import write_files as write
 
 SAVING_PREFIX, REPLACED_PREFIX, REMOVING_PREFIX = HIDDEN_PREFIXES = ".saving-", ".replaced-", ".removing-"
-UNUSED_PREFIX = "unused-"
 
 
 def save_checkpoint(
@@ -44,9 +43,9 @@ def save_checkpoint(
     """Write a checkpoint into `folder` durably, and remove all but the last `keep`. Returns its path.
 
     An existing checkpoint of the same step stays if it is equal, and is replaced otherwise. Checkpoints of later steps
-    stay: they are damaged ones that `load_latest` skipped. `raise_if_abandoned` is called again and again until the
-    checkpoint has its name; if it raises, nothing is left behind. With `sharding`, every rank calls this; rank 0, which
-    holds the run's lock, publishes what all ranks wrote, and the others may return earlier.
+    stay: they are damaged ones, which resuming skipped (it sets intact ones aside). `raise_if_abandoned` is called
+    repeatedly until the checkpoint has its name; if it raises, nothing is left behind. With `sharding`, every rank calls
+    this; rank 0, which holds the run's lock, publishes what all ranks wrote, and the others may return earlier.
     """
     step, parts, name = contents.step, list(contents.parts), manifests.checkpoint_name(contents.step)
     assert keep >= 1 and step >= 0 and all(map(manifests.is_part_name, parts)), f"{keep=} {step=} {parts=}"
@@ -64,39 +63,6 @@ def save_checkpoint(
         path = _publish_durably(folder, new, manifest)
     _prune(folder, step, keep, context.sink)
     return path
-
-
-def load_latest(
-    folder: Path, sink: Sink | None = None, progress: Progress | None = None
-) -> load.LoadedCheckpoint | None:
-    """The newest intact checkpoint; None if there is none. Newer damaged ones cause a warning, and stay."""
-    sink = sink or NullSink()
-    finish_interrupted_saves(folder, sink)
-    for info in reversed(load.find_checkpoints(folder)):
-        try:
-            return load.load_checkpoint(info.path, progress)
-        except CheckpointError as error:
-            sink.emit(WarningEvent(f"checkpoint of step {info.step}", f"skipped: {error}"))
-    return None
-
-
-def set_aside_later_checkpoints(folder: Path, step: int, sink: Sink) -> None:
-    """Rename checkpoints of steps after `step`: the run resumes there and will save others.
-
-    Without this, a run that was resumed from an older checkpoint and then killed would resume from the last old one.
-    """
-    for name in load.entry_names(folder):
-        later_step = manifests.parse_checkpoint_name(name)
-        if later_step is None or later_step <= step:
-            continue
-        aside, number = folder / f"{UNUSED_PREFIX}{name}", 0
-        while aside.exists():
-            number += 1
-            aside = folder / f"{UNUSED_PREFIX}{name}-{number}"
-        os.rename(folder / name, aside)
-        sync_folder(folder)
-        message = f"is later than step {step}, where this run resumes; it is renamed to {aside}"
-        sink.emit(WarningEvent(f"checkpoint of step {later_step}", message))
 
 
 def finish_interrupted_saves(folder: Path, sink: Sink) -> None:

@@ -8,19 +8,28 @@ from pathlib import Path
 import torch
 
 from supertuner.arena.run_context import RunContext
+from supertuner.core.durable import sync_folder
 from supertuner.core.errors import CheckpointError
-from supertuner.core.events import DecisionEvent, WarningEvent
+from supertuner.core.events import DecisionEvent, NullSink, Progress, Sink, WarningEvent
 from supertuner.core.types import JSON
 from supertuner.distributed.process_group import ProcessGroup
 from supertuner.models.adapters import attach as adapters
 from supertuner.models.spec import Tensors
 from supertuner.optim import optimizer_state
 from supertuner.step.train_step import ExpertState
-from supertuner.train.checkpoint.durable_save import load_latest, set_aside_later_checkpoints
-from supertuner.train.checkpoint.load import LoadedCheckpoint, WantedRows, find_checkpoints, load_checkpoint
-from supertuner.train.checkpoint.manifest import CHECKPOINTS_DIR
+from supertuner.train.checkpoint.durable_save import finish_interrupted_saves
+from supertuner.train.checkpoint.load import (
+    LoadedCheckpoint,
+    WantedRows,
+    entry_names,
+    find_checkpoints,
+    load_checkpoint,
+)
+from supertuner.train.checkpoint.manifest import CHECKPOINTS_DIR, parse_checkpoint_name
 from supertuner.train.checkpoint.state import dataset_digests, library_versions, parameter_name, side_file_digests
 from supertuner.train.run.training_run import TrainingRun
+
+UNUSED_PREFIX = "unused-"
 
 
 def find_resume_checkpoint(context: RunContext, resume: str, process_group: ProcessGroup) -> LoadedCheckpoint | None:
@@ -59,6 +68,37 @@ def find_checkpoint(context: RunContext, resume: str) -> LoadedCheckpoint | None
     reason = f"this run has its own checkpoints already; {path} is where it began"
     context.sink.emit(DecisionEvent("checkpoints.resume", str(latest.path), reason))
     return latest
+
+
+def load_latest(folder: Path, sink: Sink | None = None, progress: Progress | None = None) -> LoadedCheckpoint | None:
+    """The newest intact checkpoint; None if there is none. Newer damaged ones cause a warning, and stay."""
+    sink = sink or NullSink()
+    finish_interrupted_saves(folder, sink)
+    for info in reversed(find_checkpoints(folder)):
+        try:
+            return load_checkpoint(info.path, progress)
+        except CheckpointError as error:
+            sink.emit(WarningEvent(f"checkpoint of step {info.step}", f"skipped: {error}"))
+    return None
+
+
+def set_aside_later_checkpoints(folder: Path, step: int, sink: Sink) -> None:
+    """Rename checkpoints of steps after `step`: the run resumes there and will save others.
+
+    Without this, a run that was resumed from an older checkpoint and then killed would resume from the last old one.
+    """
+    for name in entry_names(folder):
+        later_step = parse_checkpoint_name(name)
+        if later_step is None or later_step <= step:
+            continue
+        aside, number = folder / f"{UNUSED_PREFIX}{name}", 0
+        while aside.exists():
+            number += 1
+            aside = folder / f"{UNUSED_PREFIX}{name}-{number}"
+        os.rename(folder / name, aside)
+        sync_folder(folder)
+        message = f"is later than step {step}, where this run resumes; it is renamed to {aside}"
+        sink.emit(WarningEvent(f"checkpoint of step {later_step}", message))
 
 
 def restore_run(run: TrainingRun, loaded: LoadedCheckpoint) -> None:

@@ -56,7 +56,7 @@ class LatentTable:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EntryTables:
-    """The lookup tables of entries that are encoded once for the whole run (not anew in each epoch)."""
+    """The lookup tables of entries that are encoded once for the whole run (not again in each epoch)."""
 
     latents: LatentTable
     captions: tuple[CaptionTable | None, ...]

@@ -212,7 +212,7 @@ def test_a_model_of_an_unsupported_family_is_not_loaded(load_text):
         ({"use_ema": "maybe"}, 'use_ema: "maybe" is not true or false'),
         (
             {"num_validation_images": 1000},
-            "num_validation_images: 1000 is not a seed, or not a number of images from 1 to 64",
+            "num_validation_images: 1000 is not valid: validation_seed is a whole number",
         ),
         ({"validation_steps": 5, "validation_step_interval": 6}, "remove one"),
     ],

@@ -261,7 +261,7 @@ def test_layers_that_families_share_do_not_determine_the_family() -> None:
 def test_names_that_a_scheme_cannot_express_raise_an_error() -> None:
     with pytest.raises(ModelError, match="cannot name an expert"):
         format_key(AdapterTensorName("low_noise", "blocks.0.attn1.to_q", "lora_A"), KEY_SCHEMES["kohya"], "wan2.2")
-    with pytest.raises(ModelError, match="choose the expert"):
+    with pytest.raises(ModelError, match="set `expert`"):
         format_key(AdapterTensorName(None, "blocks.0.attn1.to_q", "lora_A"), KEY_SCHEMES["diffusers-pair"], "wan2.2")
     with pytest.raises(ModelError, match="not a separate layer"):
         format_key(AdapterTensorName(None, "transformer_blocks.0.attn.to_q", "lora_A"), KEY_SCHEMES["kohya"], "flux")

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from supertuner.core.errors import CheckpointError
 from supertuner.core.host import HostFacts
 from supertuner.train.checkpoint import tensor_file
-from supertuner.train.checkpoint.durable_save import load_latest, set_aside_later_checkpoints
 from supertuner.train.checkpoint.load import find_checkpoints, load_checkpoint, verify_checkpoint
+from supertuner.train.checkpoint.resume import load_latest, set_aside_later_checkpoints
 from tests.train.checkpoints import RecordingSink, bytes_of, parts_at, save_parts, state_at, tree
 
 

@@ -17,9 +17,9 @@ import xxhash
 from supertuner.core.errors import CheckpointError
 from supertuner.core.host import HostFacts
 from supertuner.train.checkpoint import tensor_file
-from supertuner.train.checkpoint.durable_save import load_latest
 from supertuner.train.checkpoint.load import find_checkpoints, load_checkpoint, verify_checkpoint
 from supertuner.train.checkpoint.manifest import json_bytes
+from supertuner.train.checkpoint.resume import load_latest
 from tests.arena import faults
 from tests.train.checkpoints import parts_at, save_parts, state_at, tree
 

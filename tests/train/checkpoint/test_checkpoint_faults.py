@@ -12,7 +12,7 @@ import torch
 
 from supertuner.core.errors import CheckpointError
 from supertuner.core.host import HostFacts
-from supertuner.train.checkpoint.durable_save import load_latest
+from supertuner.train.checkpoint.resume import load_latest
 from tests.small_disk import small
 from tests.train.checkpoints import save_parts, tree
 from tests.train.run_faults import run_saving_faults

@@ -20,7 +20,6 @@ from supertuner.core.errors import CheckpointError
 from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
 from supertuner.train.checkpoint import tensor_file
-from supertuner.train.checkpoint.durable_save import load_latest
 from supertuner.train.checkpoint.load import (
     RowSelector,
     WantedRows,
@@ -28,6 +27,7 @@ from supertuner.train.checkpoint.load import (
     load_checkpoint,
     verify_checkpoint,
 )
+from supertuner.train.checkpoint.resume import load_latest
 from supertuner.train.checkpoint.write_files import CheckpointSharding, SaveAbandonedError, discard_sharded_save
 from tests.train.checkpoints import bytes_of, forge_shard, save_parts, state_at, tree
 

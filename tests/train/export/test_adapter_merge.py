@@ -111,7 +111,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_nothing_is_written(base: Pa
     other = with_expert(open_adapter(tmp_path / "y_low_noise.safetensors"), None)
     with pytest.raises(ModelError, match="another model"):
         merge_adapters([other], base, tmp_path / "out")
-    with pytest.raises(ModelError, match="choose the expert"):
+    with pytest.raises(ModelError, match="set `expert` to"):
         merge_adapters([open_adapter(tmp_path / "y_low_noise.safetensors")], base, tmp_path / "out")
     key = "transformer.blocks.0.attn1.to_q.lora_{}.weight"
     save_file(
