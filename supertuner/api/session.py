@@ -82,7 +82,7 @@ def open_session(
     """
     config = loaded.config
     if not config.datasets:
-        raise SourceError(f"{loaded.source_name} has no dataset; add one under datasets")
+        raise SourceError(f"{loaded.source_name}: there is no dataset; add one under datasets")
     saved_config = build_saved_config(loaded)
     name = run_name(loaded, saved_config)
     strip_uvm_keys_for_torch()  # the configuration has read these keys; stock torch would reject them

@@ -58,7 +58,7 @@ def open_dataset(
     selected = select_datasets(config.config, held_out=held_out)
     if selected is None:
         kind = "held-out dataset" if held_out else "dataset"
-        raise SourceError(f"{config.source_name} has no {kind}; add one under datasets")
+        raise SourceError(f"{config.source_name}: there is no {kind}; add one under datasets")
     silent = NullSink()
     context = RunContext(selected.run.output_dir, sink or silent, progress or silent, HostFacts())
     with ExitStack() as stack:

@@ -121,7 +121,7 @@ def test_an_arena_is_enough_if_its_source_is_gone(settings: dict[str, Any]) -> N
 
 def test_held_out_datasets_are_opened_apart(settings: dict[str, Any]) -> None:
     config = st.load_config(settings)
-    with pytest.raises(SourceError, match=r"settings\.json has no held-out dataset"):
+    with pytest.raises(SourceError, match=r"the settings given: there is no held-out dataset"):
         st.data.open(config, held_out=True)
     settings["datasets"].append({**settings["datasets"][0], "id": "others", "held_out": True, "limit": 2})
     with st.data.open(st.load_config(settings), held_out=True) as opened:

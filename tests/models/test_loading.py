@@ -73,7 +73,7 @@ def test_a_pipeline_of_another_family_raises_an_error_with_that_family(folder: P
 def test_an_unsupported_pipeline_raises_an_error_with_the_supported_ones(folder: Path) -> None:
     edit(folder / "model_index.json", _class_name="StableDiffusionPipeline")
     message = error_message(lambda: read(folder))
-    assert "is a StableDiffusionPipeline" in message and "wan2.2 takes WanImageToVideoPipeline, WanPipeline" in message
+    assert "is a StableDiffusionPipeline" in message and "wan2.2 takes WanPipeline, WanImageToVideoPipeline" in message
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])

@@ -44,7 +44,7 @@ def save_checkpoint(
 
     An existing checkpoint of the same step stays if it is equal, and is replaced otherwise. Checkpoints of later steps
     stay: they are damaged ones, which resuming skipped (it sets intact ones aside). `raise_if_abandoned` is called
-    repeatedly until the checkpoint has its name; if it raises, nothing is left behind. With `sharding`, every rank calls
+    repeatedly until the checkpoint has its name; if it raises, nothing is left behind. With `sharding`, all ranks call
     this; rank 0, which holds the run's lock, publishes what all ranks wrote, and the others may return earlier.
     """
     step, parts, name = contents.step, list(contents.parts), manifests.checkpoint_name(contents.step)

@@ -272,4 +272,4 @@ def test_swapped_experts_have_different_keys_in_diffusers() -> None:
     pair = {format_key(name, KEY_SCHEMES["diffusers-pair"], "wan2.2"): given[key] for key, name in found.names.items()}
     assert float(pair["transformer.blocks.0.attn1.to_q.lora_A.weight"][0, 0]) == 1
     assert float(pair["transformer_2.blocks.0.attn1.to_q.lora_A.weight"][0, 0]) == 2
-    assert FAMILY_LAYERS["wan2.2"].experts == ("high_noise", "low_noise")
+    assert FAMILY_LAYERS["wan2.2"].experts == {"high_noise": "transformer", "low_noise": "transformer_2"}
