@@ -70,7 +70,7 @@ def test_settings_given_as_a_mapping_are_not_called_a_file() -> None:
         st.load_config({"train": {"bach_size": 2}, "train_batch_size": "many"})
     text = str(caught.value)
     assert "the settings given" in text and "settings.json" not in text
-    with pytest.raises(SuperTunerError, match="the settings given has no dataset"):
+    with pytest.raises(SuperTunerError, match="the settings given: there is no dataset"):
         st.train(st.load_config({}))
 
 

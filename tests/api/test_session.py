@@ -74,7 +74,7 @@ def test_decisions_of_staging_and_files_set_aside_are_stored_with_the_run(config
 def test_a_configuration_without_datasets_is_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty.json"
     empty.write_text("{}")
-    with pytest.raises(SourceError, match=r"empty\.json has no dataset"):
+    with pytest.raises(SourceError, match=r"empty\.json: there is no dataset"):
         open_session(load_command_config(empty, ())).__enter__()
 
 
