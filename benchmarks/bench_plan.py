@@ -24,7 +24,7 @@ from benchmarks.workloads import WORKLOADS, table
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
 from supertuner.plan.placement.choice import PlacementChoice, TimedStep
-from supertuner.plan.placement.make_plan import plan_step
+from supertuner.plan.placement.make_plan import make_plan
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, WeightPlacement
 from supertuner.plan.placement.search import link_seconds
 from supertuner.plan.placement.step_table import StepTable
@@ -58,7 +58,7 @@ def measure_plan(step_table: StepTable, machine_key: str) -> PlanMeasurement | N
     machine = MACHINES[machine_key]
     limits = MemoryLimits.from_machine(machine, host_bytes=None if machine.host_bytes.value else CARDS_HOST_BYTES)
     begin = time.process_time()
-    plan = plan_step(step_table, machine, limits)
+    plan = make_plan(step_table, machine, limits)
     planning_s = time.process_time() - begin
     if not plan.fits or plan.modelled is None:
         say(f"    {plan.reasons[0]}; bound {plan.modelled.bound_s if plan.modelled else math.nan:.3g}")

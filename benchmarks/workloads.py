@@ -94,7 +94,7 @@ def trace(name: str) -> StepTable:
     from supertuner.plan.trace.cuda_kernels import CudaDevice
     from supertuner.plan.trace.encoder_shapes import EncoderShapeProbe
     from supertuner.plan.trace.step_table_builder import build_step_table
-    from supertuner.plan.trace.training_step import trace_training_step
+    from supertuner.plan.trace.trace_training_step import trace_training_step
     from supertuner.step.expert_setup import selected_experts
 
     workload = WORKLOADS[name]

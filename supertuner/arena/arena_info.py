@@ -25,7 +25,7 @@ class ArenaInfo:
     created: float | None = None
     life: ArenaLifetime | None = None
     users: bool = False
-    """Whether a process builds it or is attached."""
+    """Whether any process uses it: builds it or is attached to it."""
     meta: Mapping[str, JSON] | None = None
     problem: str = ""
 

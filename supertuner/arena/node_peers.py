@@ -103,9 +103,7 @@ class NodePeers:
     def first_rank_first(self, task: str, progress: Progress) -> Iterator[None]:
         """Run the block on the first process of the node, then on the others, which find the first one's results."""
         if not self.is_first:
-            self.wait_with_progress(
-                f"{task} done", f"waiting until the first process of this node ends: {task}", progress
-            )
+            self.wait_with_progress(f"{task} done", f"the first process of this node to finish: {task}", progress)
         yield
         if self.is_first:
             self.publish(f"{task} done", b"")

@@ -1,7 +1,8 @@
 """The table of model families: what other packages know of a family without importing it. Literal data.
 
-A new family is one folder in `models/families/` and one record here. Outside of these two places no family and no
-expert is named: settings per expert, keys of the dialects, and names of files follow from this table.
+A new family is one folder in `models/families/` and one record here (and, so that it can be forecast by name, entries
+in `models/published_models.py`). No code elsewhere depends on the name of a family or of an expert (one denoiser of a
+model): settings per expert, keys of SimpleTuner's and ai-toolkit's files, and names of files follow from this table.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class SimpleTunerNames:
 @dataclass(frozen=True, slots=True)
 class FamilyRecord:
     package: str
-    """Its package, with the modules `family` (its interface, `FAMILY`) and `layer_names` (`LAYERS`)."""
+    """Its package, with the modules `family` (`FAMILY`, its interface) and, unless `same_layers_as` is set,
+    `layer_names` (`LAYERS`)."""
     pipelines: tuple[str, ...]
     """Class names of the diffusers pipelines that it reads."""
     experts: Mapping[str, str]

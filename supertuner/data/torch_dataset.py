@@ -57,7 +57,7 @@ def open_dataset(
     require_paths(config)
     selected = select_datasets(config.config, held_out=held_out)
     if selected is None:
-        kind = "held-out dataset" if held_out else "dataset"
+        kind = "held-out dataset" if held_out else "dataset to train on"
         raise SourceError(f"{config.source_name}: there is no {kind}; add one under datasets")
     silent = NullSink()
     context = RunContext(selected.run.output_dir, sink or silent, progress or silent, HostFacts())

@@ -1,8 +1,8 @@
 """Sums gradients over ranks that each hold all trained parameters: once per window, in few large buckets.
 
 A window is the samples of one optimizer step. All ranks use the same buckets in the same order: they agree on the
-parameters that take part, and a rank without a gradient for one of them contributes zeros. On the same number of ranks
-the result is therefore bit-identical. While a bucket is in flight, the next one is packed.
+parameters that take part, and a rank without a gradient for one of them contributes zeros. A repeated run on the
+same number of ranks therefore gives the same bits. While a bucket is in flight, the next one is packed.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ _GH200_96 = _SUPERCHIP(
     title="GH200 96 GB",
     # "NVIDIA GH200 480GB" and "NVIDIA GH200 120GB": found (both have 96 GB).
     name_pattern=r"(NVIDIA )?GH200( (120|480)GB)?",
-    gpu_bytes=_spec(96 * GIB, "the product: 96 GB HBM3"),
+    gpu_bytes=_spec(96 * GIB, "in the product's name: 96 GB (HBM3)"),
     host_bytes=_spec(480 * GIB, _GRACE_BYTES + "; the table uses the larger"),
     gpu_read_bytes_s=_measured(3615 * GB_S, _NOTES + f"; 3728 (BabelStream Triad) in {_DNHKNG}, 3400 in {_KTH}"),
     gpu_write_bytes_s=_measured(3705 * GB_S, _NOTES + f"; 3728 (BabelStream Triad) in {_DNHKNG}, 3400 in {_KTH}"),
@@ -178,7 +178,7 @@ _ROWS: Final = (
         title="GH200 144 GB",
         # "NVIDIA GH200 144G HBM3e": found.
         name_pattern=r"(NVIDIA )?GH200( (144GB?( HBM3e)?|480GB))?",
-        gpu_bytes=_spec(144 * GIB, "the product: 144 GB HBM3e"),
+        gpu_bytes=_spec(144 * GIB, "in the product's name: 144 GB (HBM3e)"),
         host_bytes=_spec(480 * GIB, _NOTES + ": 480 GB LPDDR5X, as the 96 GB part"),
         gpu_read_bytes_s=_spec(4900 * GB_S, _GH200_144 + "; no published measurement was found"),
         gpu_write_bytes_s=_spec(4900 * GB_S, _GH200_144 + _READS_AND_WRITES),
@@ -283,7 +283,7 @@ _ROWS: Final = (
         title="RTX 4090",
         # "NVIDIA GeForce RTX 4090": found.
         name_pattern=r"(NVIDIA )?GeForce RTX 4090",
-        gpu_bytes=_spec(24 * GIB, "the product: 24 GB GDDR6X"),
+        gpu_bytes=_spec(24 * GIB, "in the product's name: 24 GB (GDDR6X)"),
         gpu_read_bytes_s=_spec(1008 * GB_S, _RTX4090 + ": 1008 GB/s"),
         gpu_write_bytes_s=_spec(1008 * GB_S, _RTX4090 + ": 1008 GB/s" + _READS_AND_WRITES),
         bf16_flops=_spec(165.15 * TFLOPS, _RTX4090 + ": 165.15, with sparsity 330.30"),
@@ -295,7 +295,7 @@ _ROWS: Final = (
         title="RTX 5090",
         # "NVIDIA GeForce RTX 5090": found.
         name_pattern=r"(NVIDIA )?GeForce RTX 5090",
-        gpu_bytes=_spec(32 * GIB, "the product: 32 GB GDDR7"),
+        gpu_bytes=_spec(32 * GIB, "in the product's name: 32 GB (GDDR7)"),
         gpu_read_bytes_s=_spec(1792 * GB_S, _RTX5090 + ": 1,792 GB/s"),
         gpu_write_bytes_s=_spec(1792 * GB_S, _RTX5090 + ": 1,792 GB/s" + _READS_AND_WRITES),
         bf16_flops=_spec(210 * TFLOPS, _RTX5090 + ": 210 accumulating in fp32, with sparsity 419"),

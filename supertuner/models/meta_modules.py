@@ -36,13 +36,18 @@ def build_without_weights(build_module: Callable[[], nn.Module], dtype: torch.dt
 
 
 class MetaDeviceMode(TorchFunctionMode):
-    """Inside the block, new tensors are created on the meta device, and `.cpu()` leaves them there."""
+    """Inside the block, new tensors are created on the meta device, and `.cpu()` leaves them there.
+
+    Tensors of given numbers (`torch.tensor`) keep their values: lycoris-lora computes sizes with them.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.cpu and args[0].is_meta:
             return args[0]
+        if func is torch.tensor:
+            return func(*args, **(kwargs or {}))
         with torch.device("meta"):
             return func(*args, **(kwargs or {}))
 

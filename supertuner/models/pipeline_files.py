@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 from supertuner.config.families import expert_names
 from supertuner.core.errors import ModelError
 from supertuner.models import hub
-from supertuner.models.family_registry import FAMILY_BY_PIPELINE
+from supertuner.models.family_loader import FAMILY_BY_PIPELINE
 from supertuner.models.spec import ModelDescription, ModelSource
 
 ConfigDict: TypeAlias = Mapping[str, Any]

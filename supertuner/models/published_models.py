@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from supertuner.config.settings.model import ModelSettings
 from supertuner.core.errors import ModelError
-from supertuner.models.family_registry import FAMILY_BY_PIPELINE, load_family
+from supertuner.models.family_loader import FAMILY_BY_PIPELINE, load_family
 from supertuner.models.pipeline_files import CONFIG_NAMES, INDEX_NAME
 from supertuner.models.spec import Family, ModelDescription, ModelSource
 

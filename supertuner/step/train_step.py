@@ -40,7 +40,8 @@ class OptimizerOffload(Protocol):
         """Called after the last backward pass of a window. On return, weights and gradients can be read in place."""
 
     def resident_chunks(self) -> Iterator[Collection[str]]:
-        """Names of the parameters, chunk by chunk; a yielded chunk and its optimizer state are ready to be updated."""
+        """Yield the names of the parameters in chunks. Until the next one is requested, `optimizer.step()` updates only
+        the yielded chunk, whose weights, gradients and state are on the device that updates them."""
 
     def end_window(self) -> None:
         """Called at the end of every window, also of one that changed no weight."""

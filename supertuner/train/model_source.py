@@ -12,7 +12,7 @@ from supertuner.config.settings.model import single_file_setting
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import ModelError
-from supertuner.models.family_registry import load_family as family_of
+from supertuner.models.family_loader import load_family as family_of
 from supertuner.models.spec import Family, ModelDescription, ModelSource
 
 TINY_MODEL = "tiny"

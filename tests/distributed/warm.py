@@ -10,7 +10,7 @@ import gc
 import importlib
 
 from supertuner.config.families import FAMILIES
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from tests.train.runs import LATE
 
 RUNS = (

@@ -13,7 +13,7 @@ from supertuner.config.settings.model import ObjectiveSettings
 from supertuner.core.errors import ModelError
 from supertuner.models.families.sdxl.family import tiny_sdxl_pipeline
 from supertuner.models.families.tiny_pipelines import write_pipeline
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from supertuner.models.objective.from_settings import objective_from_settings
 from supertuner.models.objective.loss_weighting import loss_weight
 from supertuner.models.spec import ModelSource

@@ -8,7 +8,7 @@ from diffusers.models import attention_dispatch
 
 from supertuner.core.errors import ModelError
 from supertuner.models.attention import ALIASES, require_backend, use_backend
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from supertuner.models.spec import ModelSource
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from supertuner.core.errors import ModelError
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import ModelSource
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from supertuner.core.errors import ModelError
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from supertuner.models.spec import Expert, ModelSource
 from tests.models.families.pipelines import CASES, WrittenPipeline
 from tests.models.hub_server import COMMIT, GATED, FakeHub, serve_hub

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from supertuner.core.errors import ModelError
 from supertuner.models import loading
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from supertuner.models.spec import ModelDescription, ModelSource
 
 CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ from supertuner.plan.trace.caching_allocator import simulate_allocator
 from supertuner.plan.trace.cuda_kernels import CudaDevice
 from supertuner.plan.trace.cuda_reductions import GpuChip
 from supertuner.plan.trace.encoder_shapes import BatchShape, EncoderShapeProbe
-from supertuner.plan.trace.training_step import trace_training_step
+from supertuner.plan.trace.trace_training_step import trace_training_step
 from supertuner.step.batch import StepBatch
 from supertuner.step.expert_setup import (
     build_expert_state,

@@ -15,12 +15,12 @@ import torch
 
 from supertuner.core.events import NullSink
 from supertuner.memory.machines import MACHINES
-from supertuner.plan.placement.make_plan import plan_step
+from supertuner.plan.placement.make_plan import make_plan
 from supertuner.plan.placement.plan import MemoryPlan
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from supertuner.plan.trace.cuda_kernels import CudaDevice
 from supertuner.plan.trace.step_table_builder import build_step_table
-from supertuner.plan.trace.training_step import trace_training_step
+from supertuner.plan.trace.trace_training_step import trace_training_step
 from supertuner.step.expert_setup import build_expert_state, build_step_options, build_trainable_expert, weight_dtype
 from supertuner.step.precision import ComputePrecision
 from supertuner.step.train_step import train_window
@@ -52,7 +52,7 @@ def run(case: Case, machine: str = "gh200-96", compute_share: float = 0.4) -> Pl
     total = torch.cuda.get_device_properties(0).total_memory
     limits = replace(MemoryLimits.from_machine(known), gpu_bytes=int(MARGIN * total))
     rates = MachineRates.from_machine(known, config.train.mixed_precision, compute_share=compute_share)
-    plan = plan_step(build_step_table(trace, micro_batches=case.micro_batches), known, limits, rates=rates)
+    plan = make_plan(build_step_table(trace, micro_batches=case.micro_batches), known, limits, rates=rates)
     assert plan.fits, plan.reasons
     device = torch.device("cuda", 0)
     precision = ComputePrecision(config.train.mixed_precision, device)

@@ -179,7 +179,7 @@ def serve() -> None:
     import supertuner.train.loop
     import supertuner.train.setup  # noqa: F401
     from supertuner.config.families import FAMILIES
-    from supertuner.models.family_registry import load_family
+    from supertuner.models.family_loader import load_family
 
     for name in FAMILIES:
         load_family(name)

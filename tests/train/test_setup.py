@@ -18,7 +18,7 @@ from supertuner.core.events import Event, WarningEvent
 from supertuner.data.corpus_loader import open_corpus
 from supertuner.models.families.tiny_pipelines import build_pipeline
 from supertuner.models.families.wan22.family import tiny_wan_pipeline
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import ModelDescription, ModelSource
 from supertuner.step.precision import ComputePrecision

@@ -19,8 +19,9 @@ NO_ALPHA_MASK = (
 )
 NO_STRENGTH = "has no effect: an adapter is trained at full strength on every dataset; loss_weight weights a dataset"
 SEEDED_SHUFFLE = "has no effect: tags are shuffled in each epoch, seeded by run.seed"
-USE_CAPTIONS = "has no effect: use the captions block"
-USE_AUGMENT = "has no effect: use the augment block"
+NO_FALLBACK_CAPTION = "has no effect: captions.constant gives all samples one caption; there is none for some samples"
+NO_TAG_CHANGES = "has no effect: captions has dropout (of whole captions), trigger_word and shuffle_tags"
+NO_SUCH_AUGMENTATION = "has no effect: the augment block lists the available augmentations"
 AUDIO_KEYS = "bucket_strategy truncation_mode auto_split allow_zero_audio source_from_video"
 PARQUET_KEYS = "width_column height_column fallback_caption_column identifier_includes_extension"
 AI_TOOLKIT_STAGING_KEYS = "buckets num_workers prefetch_factor augmentation_cache_epoch shrink_video_to_frames scale"
@@ -116,6 +117,7 @@ DATASET_KEYS = (
     *ignored_keys(AI_TOOLKIT, NO_STRENGTH, "network_weight"),
     *ignored_keys(AI_TOOLKIT, NO_REG, "is_reg"),
     *ignored_keys(AI_TOOLKIT, "has no effect: the model determines whether it starts from an image", "do_i2v"),
-    *ignored_keys(AI_TOOLKIT, USE_CAPTIONS, "default_caption token_dropout_rate random_triggers poi"),
-    *ignored_keys(AI_TOOLKIT, USE_AUGMENT, "augments augmentations shuffle_augmentations flip_y random_scale"),
+    *ignored_keys(AI_TOOLKIT, NO_FALLBACK_CAPTION, "default_caption"),
+    *ignored_keys(AI_TOOLKIT, NO_TAG_CHANGES, "token_dropout_rate random_triggers poi"),
+    *ignored_keys(AI_TOOLKIT, NO_SUCH_AUGMENTATION, "augments augmentations shuffle_augmentations flip_y random_scale"),
 )

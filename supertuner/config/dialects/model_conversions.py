@@ -79,7 +79,7 @@ def model_family(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionO
 
 
 def simpletuner_family(block: Mapping[str, JSON]) -> str | None:
-    """Our family for a SimpleTuner file; None if we do not support it."""
+    """Our family for the model of a SimpleTuner file; None if its family or its flavour is not supported."""
     flavour = str(sibling_value(block, "model_flavour") or "").lower()
     if flavour.startswith(UNSUPPORTED_FLAVOUR_PREFIXES):
         return None
@@ -94,7 +94,7 @@ def model_path(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOut
     if not value:
         return []
     if sibling_value(block, "model_family") is not None and simpletuner_family(block) is None:
-        return [ConversionNote("has no effect: its model_family is not supported")]
+        return [ConversionNote("has no effect: its model_family or model_flavour is not supported")]
     return _put_path(value)
 
 
@@ -104,7 +104,7 @@ def model_flavour(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversion
         return []
     name = simpletuner_family(block)
     if name is None:
-        return [ConversionNote("has no effect: its model_family is not supported")]
+        return [ConversionNote("has no effect: its model_family or model_flavour is not supported")]
     flavour_name = str(value).lower()
     record = FAMILIES[name]
     if flavour_name in record.simpletuner.flavours:

@@ -208,7 +208,8 @@ class DatasetSettings(SettingsBlock):
             yield from self._conditioning_contradictions()
 
     def _conditioning_contradictions(self) -> Iterator[SettingsIssue]:
-        """Settings that would change a sample but not its reference image."""
+        """Settings that cannot be combined with reference images: they would change a sample but not its reference, or
+        need several sizes of it."""
         if self.dataset_type is not MediaKind.IMAGE:
             message = f'needs dataset_type "image", not "{self.dataset_type}"'
             yield SettingsIssue("conditioning_dir", message, ("dataset_type",))

@@ -126,7 +126,7 @@ def _jpeg_header(payload: bytes | memoryview) -> tuple[int, int, int, int]:
             at += 2 if marker in _STANDALONE_MARKERS else 1
             continue
         at += 2 + length
-    raise BrokenMediaError(f"damaged JPEG header: more than {_MAX_JPEG_SEGMENTS} segments")
+    raise BrokenMediaError(f"damaged JPEG header: no image within {_MAX_JPEG_SEGMENTS} markers")
 
 
 def _app1_orientation(payload: bytes | memoryview, at: int, length: int) -> int:

@@ -21,7 +21,7 @@ KIND_BY_EXTENSION: Mapping[str, MediaKind] = {
     **dict.fromkeys((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts"), MediaKind.VIDEO),
     **dict.fromkeys((".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".m4a", ".aac"), MediaKind.AUDIO),
 }
-"""Which files of a folder are candidates for a kind. Their headers then decide."""
+"""The kind for which a file is a candidate, by its extension. Its header then decides."""
 
 UNSUPPORTED_EXTENSIONS = frozenset(
     (".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".tga", ".exr", ".psd")

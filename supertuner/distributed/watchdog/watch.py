@@ -52,7 +52,7 @@ RESUME_HINT = "the next start goes on from the last checkpoint"
 STANDARD_ERROR = 2
 VERDICT_KEY = "watch/verdict"
 NO_RANK = -1
-"""No rank is at fault."""
+"""In place of a rank in a verdict: no rank is at fault."""
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that launchers pass on to all processes when one has failed; SIGHUP: their terminal was closed."""
 _NAME_BY_EXIT_CODE = {128 + number: number.name for number in TERMINATION_SIGNALS}
@@ -101,8 +101,9 @@ class RankWatchdog:
     def handle_error(self, error: BaseException) -> BaseException | None:
         """The main thread ends with `error`: report it to the other ranks, or find out which of them caused it.
 
-        Returns the error to raise instead, if another rank is at fault, else None. From here on this process ends
-        within CLEANUP_S, whatever the main thread does.
+        Returns the error to raise instead: if another rank is at fault or has reported the same failure, or if the
+        connection was lost for an unknown reason; else None. After the return this process ends within CLEANUP_S,
+        whatever the main thread does.
         """
         signal_name = termination_signal(error)
         replacement: BaseException | None = None
@@ -115,7 +116,7 @@ class RankWatchdog:
             if self._reported_by_other_rank(failure):
                 replacement = SystemExit(getattr(error, "exit_code", 1))
         self._stopping.set()
-        if not isinstance(replacement, PeerError | SystemExit):
+        if not isinstance(replacement, PeerError):  # their makers have called it
             self._exit_soon(_first_lines(error))
         return replacement
 

@@ -1,12 +1,12 @@
 """Issues one hint and determines its outcome: predicted where the kind of memory decides it, otherwise sent to the
 driver and verified.
 
-| memory  | prefetch, preferred location to the GPU | to the host | accessed by, read mostly |
+| memory  | prefetch or preferred location: the GPU | the same: the host | accessed by, read mostly |
 |---|---|---|---|
 | device  | no-effect: it never leaves the GPU | unsupported | no-effect |
 | managed | sent, read back | sent, read back | sent, read back |
-| system, on ATS | sent; prefetch: pages located | sent; prefetch: pages located | no-effect, as documented |
-| system, not readable by the GPU | unsupported | unsupported | unsupported |
+| system, on ATS (the GPU uses the CPU's page tables) | sent; prefetch: pages located | sent; prefetch: pages located |
+no-effect, as documented | | system, not readable by the GPU | unsupported | unsupported | unsupported |
 | pinned  | no-effect: it is locked in host memory | no-effect | no-effect |
 
 A prefetch to the GPU that would leave too little of its memory free is refused here: system memory that migrated does
@@ -156,15 +156,16 @@ class HintIssuer:
         except DriverError:
             # It accepted the hint and cannot report on this memory: that is "unverified", not a failure of the hint.
             matches = [None]
-        status, reason = HintStatus.UNVERIFIED, "accepted by the driver, which does not read it back"
+        status, reason = HintStatus.UNVERIFIED, "accepted by the driver, which does not report it"
         if all(matches):
             status, reason = HintStatus.APPLIED, "read back as requested"
         elif False in matches:
-            status, reason = HintStatus.ERROR, "accepted by the driver, which reads back something else"
+            status, reason = HintStatus.ERROR, "accepted by the driver, which reports something else"
         return HintOutcome(status, reason, None, tuple(spans))
 
     def _matches(self, span: AddressRange, request: HintRequest) -> bool | None:
-        """Whether the driver reads back the request; None if it does not report it."""
+        """Whether the driver reports the hint as requested; None if it reports nothing. For a prefetch it reports the
+        last request, not where the pages are."""
         if request.verb is HintVerb.READ_MOSTLY:
             return self.driver.read_mostly(span)
         if request.verb is HintVerb.ACCESSED_BY:

@@ -85,7 +85,8 @@ def combine_outcomes(outcomes: Sequence[HintOutcome]) -> HintOutcome:
 
 @dataclass(frozen=True, slots=True)
 class BatchHintSummary:
-    """The outcomes of the hints for one batch, the most frequent first."""
+    """How often each outcome (status, reason) occurred, the most frequent first: for the tensors of a training batch,
+    or over a run."""
 
     rows: tuple[tuple[HintStatus, str, int], ...]
 
@@ -109,7 +110,7 @@ class BatchHintSummary:
         return self.rows[0][1] if self.rows else "the batch has no tensors"
 
     def to_dict(self) -> dict[str, JSON]:
-        """The rows as JSON values."""
+        """`{"rows": [{"status": …, "reason": …, "count": …}, …]}`."""
         rows = [{"status": status.value, "reason": reason, "count": count} for status, reason, count in self.rows]
         return {"rows": rows}
 

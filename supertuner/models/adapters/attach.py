@@ -41,12 +41,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RowShard:
-    """This process's part of a sharded tensor: some of its rows."""
+    """Which rows of a sharded tensor this process holds. Does not contain the data."""
 
     full_shape: tuple[int, ...]
     """The shape of the whole tensor."""
     first_row: int
-    """The index of the first row. The number of rows is that of the part itself, possibly 0."""
+    """The index of the first row. Their number is that of the local tensor, possibly 0."""
 
 
 class ShardedParameters(Protocol):

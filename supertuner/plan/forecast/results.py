@@ -277,8 +277,8 @@ def _severity(verdict: FitVerdict) -> tuple[int, float]:
 
 
 def verdict_text(forecast: RunForecast) -> str:
-    """One line: whether the run fits, how much memory stays free or is missing, and how long a step and the run
-    take."""
+    """One line: whether the run fits, how much memory its worst phase leaves free or lacks, and, if it fits and the
+    rates are known, the least time that a step and the run take."""
     verdict = forecast.verdict
     planned = any(phase.name == verdict.phase and phase.plan_estimate is not None for phase in forecast.phases)
     fit = _fit_text(verdict, forecast.capacity.title, planned)

@@ -21,7 +21,7 @@ from supertuner.plan.forecast.storage import ExpertStateSizes, StorageItem, list
 from supertuner.plan.forecast.suggestion_baseline import configured_choice
 from supertuner.plan.forecast.timing import ExpertSteps
 from supertuner.plan.forecast.trace_provider import CachedTraceProvider
-from supertuner.plan.placement.make_plan import plan_step
+from supertuner.plan.placement.make_plan import make_plan
 from supertuner.plan.placement.memory_needs import PER_PARAMETER_OPTIMIZERS
 from supertuner.plan.placement.plan import MemoryPlan
 from supertuner.plan.placement.run_plans import RunPlanner
@@ -177,7 +177,7 @@ class RunModel:
         for one in self.experts:
             table = replace(one.steps.table, phase="")
             if table not in plan_by_table:
-                plan_by_table[table] = plan_step(table, self.capacity.machine, limits, rates=self.rates)
+                plan_by_table[table] = make_plan(table, self.capacity.machine, limits, rates=self.rates)
             plans[one.expert.name] = replace(plan_by_table[table], phase=one.phase)
         return RunPlanner(
             machine=self.capacity.machine,

@@ -16,7 +16,7 @@ from supertuner.memory.machines import MACHINES, MachineSpec
 from supertuner.plan.forecast.results import HOST_SHARE, TIGHT_SHARE, SuggestedChange
 from supertuner.plan.forecast.suggestion_baseline import SuggestionBaseline, configured_choice, seconds_without_plan
 from supertuner.plan.placement.choice import PlacementChoice, TimedStep
-from supertuner.plan.placement.make_plan import plan_step
+from supertuner.plan.placement.make_plan import make_plan
 from supertuner.plan.placement.memory_needs import compute_memory_needs
 from supertuner.plan.placement.step_table import BlockCosts, OperatorWork, StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
@@ -229,7 +229,7 @@ def _machine_change_with_plan(baseline: SuggestionBaseline) -> Iterator[Suggeste
             continue
         rates = MachineRates.from_machine(machine, baseline.config.train.mixed_precision)
         limits = MemoryLimits(int(gpu * TIGHT_SHARE), max(0, int(host * HOST_SHARE) - baseline.host_bytes))
-        plan = plan_step(baseline.table, machine, limits, rates=rates)
+        plan = make_plan(baseline.table, machine, limits, rates=rates)
         if plan.fits and baseline.other_phases_bytes <= gpu:
             modelled, before = plan.modelled, baseline.window_seconds
             time = None if modelled is None or not before else modelled.seconds / before
@@ -265,7 +265,7 @@ def _evaluate(baseline: SuggestionBaseline, candidate: _Candidate) -> SuggestedC
     peak = baseline.peak_bytes + _gpu_bytes_needed(table, choice) - _gpu_bytes_needed(baseline.table, baseline.choice)
     host, time = baseline.host_bytes, None
     if baseline.follows_plans and limits is not None:
-        plan = plan_step(table, baseline.capacity.machine, limits, rates=baseline.rates)
+        plan = make_plan(table, baseline.capacity.machine, limits, rates=baseline.rates)
         fits = plan.fits and baseline.other_phases_bytes <= limits.gpu_bytes
         if plan.fits:
             peak = baseline.peak_bytes if plan.modelled is None else plan.modelled.gpu_peak_bytes

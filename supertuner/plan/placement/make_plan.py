@@ -1,8 +1,9 @@
 """From a step table, a machine and its limits to a plan: placement of weights, activations and optimizer, with reasons.
 
 Pure and deterministic. That the plan fits follows from arithmetic that does not depend on timing (`memory_needs.py`).
-Its time is modelled by the simulation that all placements are compared with (`simulate.py`), and reported with a lower
-bound that no plan can undercut (`roofline.py`): the ratio shows how much a better plan could gain at most.
+Its time is modelled by the simulation that all placements are compared with (`simulate.py`, called through
+`fast_simulate.py`), and reported with a lower bound that no plan can undercut (`roofline.py`): the ratio shows how much
+a better plan could gain at most.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ASSUMED_FLOPS, ASSUMED_BYTES_S = 1e14, 1e12
 """Rates for a machine whose rates are unknown: a plan can still be made, but its time is not reported."""
 
 
-def plan_step(
+def make_plan(
     table: StepTable, machine: MachineSpec, limits: MemoryLimits | None = None, *, rates: MachineRates | None = None
 ) -> MemoryPlan:
     """The plan of one step; `fits` is False if none fits. `rates`: observed ones, instead of the machine's figures."""

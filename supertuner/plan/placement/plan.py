@@ -1,5 +1,5 @@
 """A memory plan as data: for each block, where its weights and activations are kept, how far ahead they are fetched,
-why.
+and why.
 
 A plan changes the time and the memory of a step, never its values: every plan computes the same bits.
 """
@@ -78,7 +78,8 @@ class MemoryPlan:
     idle_at_home: bool
     """Whether experts that are not being trained are kept in host memory."""
     modelled: PlanEstimate | None
-    """None: a rate of the machine is unknown, or a setting has changed the plan since it was modelled."""
+    """Modelled time and memory of a step. None: a rate of the machine is unknown, or a setting has changed the plan
+    since it was modelled."""
     reasons: tuple[str, ...] = ()
 
     @property

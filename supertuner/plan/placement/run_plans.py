@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from supertuner.config.settings.plan import PlanSettings
 from supertuner.memory.machines import MachineSpec
 from supertuner.plan.placement.choice import TimedStep
-from supertuner.plan.placement.make_plan import evaluate_plan, plan_estimate, plan_step
+from supertuner.plan.placement.make_plan import evaluate_plan, make_plan, plan_estimate
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.plan.placement.replan import PlanAssumptions, PlanObservation, observed_rates
 from supertuner.plan.placement.roofline import step_time_bound
@@ -67,7 +67,7 @@ class RunPlanner:
         if expert not in self.tables:
             return None
         rates = observed_rates(self.rates, assumptions, observation)
-        searched = plan_step(self.tables[expert], self.machine, self.limits, rates=rates)
+        searched = make_plan(self.tables[expert], self.machine, self.limits, rates=rates)
         return self._expert_plan(expert, searched, rates) if searched.fits else None
 
     def _apply_settings(self, expert: str, searched: MemoryPlan) -> MemoryPlan | None:

@@ -20,7 +20,7 @@ from supertuner.plan.trace.execution_trace import ExecutionTrace
 from supertuner.plan.trace.inference_phases import trace_media_encoding, trace_sampling, trace_text_encoding
 from supertuner.plan.trace.recorder import TracedDevice
 from supertuner.plan.trace.trace_store import TraceCache
-from supertuner.plan.trace.training_step import trace_training_step, with_checkpointing
+from supertuner.plan.trace.trace_training_step import trace_training_step, with_checkpointing
 
 ADAPTER_FILES = {"start_from", "frozen"}
 """Adapter settings that are not part of a key: their values do not change the trace."""

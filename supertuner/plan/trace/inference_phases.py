@@ -22,7 +22,7 @@ from supertuner.models import loading
 from supertuner.models.blocks import named_blocks
 from supertuner.models.spec import Family, MediaEncoder, ModelDescription, TextEncoder
 from supertuner.plan.placement.step_table import OperatorWork
-from supertuner.plan.trace import training_step
+from supertuner.plan.trace import trace_training_step as training_step
 from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, EncoderShapeProbe, MediaShape, without_weights
 from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
 from supertuner.plan.trace.recorder import PLAIN_CPU, TracedDevice, TraceRecorder

@@ -170,7 +170,7 @@ def _is_identical(path: Path, manifest: manifests.CheckpointManifest) -> bool:
 
 
 def _prune(folder: Path, step: int, keep: int, sink: Sink) -> None:
-    """Remove replaced checkpoints, and those before `step` except the last `keep - 1`. `step` itself is the newest."""
+    """Remove replaced checkpoints, and those before `step` except the last `keep - 1`. `step` was saved just now."""
     try:
         entries = load.entry_names(folder)
     except OSError as error:

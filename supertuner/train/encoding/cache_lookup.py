@@ -36,7 +36,8 @@ class LatentTable:
     def __init__(
         self, corpus: Corpus, job_offsets: Sequence[int | None], variations: Sequence[int], refs: EntryRefs
     ) -> None:
-        """`job_offsets` and `variations` are those of the MediaPlan; `refs` has one element per job of it."""
+        """`refs` has one element per variation and sample of each group (samples of one dataset in one bucket), in the
+        order of the MediaPlan; `job_offsets` are where each group begins, and `variations` how many it has."""
         self._sample_indices, self._variations = [group.sample_indices for group in corpus.order.groups], variations
         self._refs = [
             None if begin is None else refs[begin : begin + count * len(samples)].reshape(count, len(samples))

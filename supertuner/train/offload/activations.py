@@ -137,7 +137,7 @@ class ActivationOffloader:
                 self._fetch(storage)
 
     def unpack(self, view: OffloadedView) -> torch.Tensor:
-        """The unpack hook: the tensor on the device."""
+        """The tensor of a view, on the device; fetched now if it was not prefetched."""
         storage = view.storage
         if storage.device_bytes is None:
             self._fetch(storage)

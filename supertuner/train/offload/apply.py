@@ -19,7 +19,7 @@ from supertuner.step.parameter_state import HOST, ParameterState
 from supertuner.step.train_step import ExpertState
 from supertuner.train.offload.activations import ActivationOffloader
 from supertuner.train.offload.offloaded_blocks import OffloadedBlocks
-from supertuner.train.offload.optimizer_step import PlannedOptimizerOffload
+from supertuner.train.offload.optimizer_offload import PlannedOptimizerOffload
 from supertuner.train.offload.param_storage import stored_tensors
 from supertuner.train.offload.pinned_memory_pool import HostMemoryPool
 from supertuner.train.offload.tensor_host_buffers import HostBuffers

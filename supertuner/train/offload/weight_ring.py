@@ -13,7 +13,7 @@ step to the next, the blocks that are used next are still in their slots, and ar
 
 Outside of its own computation a block's parameters point at the host tensors, so saving or reading them between two
 windows gives the true weights. Frozen weights are never copied back; trained ones are updated in host memory by
-`optimizer_step.py`, which then invalidates the slots.
+`optimizer_offload.py`, which then invalidates the slots.
 """
 
 from __future__ import annotations

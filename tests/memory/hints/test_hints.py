@@ -160,7 +160,7 @@ def test_the_nodes_that_the_kernel_reports_decide_the_status(nodes: tuple[int | 
 
 def test_a_preferred_location_of_ordinary_memory_is_unverified() -> None:
     outcome = ResidencyHints(superchip()).prefer_cpu(host_tensor())
-    assert status_and_reason(outcome) == ("applied-unverified", "accepted by the driver, which does not read it back")
+    assert status_and_reason(outcome) == ("applied-unverified", "accepted by the driver, which does not report it")
 
 
 @pytest.mark.parametrize("hint", ["accessed_by", "read_mostly"])

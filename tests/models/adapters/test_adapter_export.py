@@ -23,7 +23,7 @@ from supertuner.models.adapters.attach import (
 )
 from supertuner.models.families.tiny_pipelines import build_pipeline
 from supertuner.models.families.wan22.family import tiny_wan_pipeline
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from supertuner.models.spec import Expert
 from tests.models.adapters.modules import flux, flux_output, random_tensor, wan, wan_output
 

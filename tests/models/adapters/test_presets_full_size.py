@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from tests.models.adapters.architectures import FAMILIES, architecture
 
 

@@ -19,7 +19,7 @@ from supertuner.models.families.sd35.family import tiny_sd35_pipeline
 from supertuner.models.families.sdxl.family import tiny_sdxl_pipeline
 from supertuner.models.families.tiny_pipelines import build_pipeline
 from supertuner.models.families.wan22.family import tiny_wan_pipeline
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from supertuner.models.spec import Family, ImageTextEncoder, ModelDescription, ModelSource, Tensors, TextEncoder
 
 

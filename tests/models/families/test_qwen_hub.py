@@ -11,7 +11,7 @@ import torch
 
 from supertuner.core.errors import ModelError
 from supertuner.models.families.qwen_image_edit.family import FAMILY
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from supertuner.models.spec import ModelSource
 from tests.models.hub_server import FakeHub, serve_hub
 

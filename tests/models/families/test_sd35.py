@@ -14,7 +14,7 @@ from supertuner.core.errors import ModelError
 from supertuner.models.attention import require_backend_support
 from supertuner.models.families.sd35.family import tiny_sd35_pipeline
 from supertuner.models.families.tiny_pipelines import write_pipeline
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from supertuner.models.spec import ModelDescription, ModelSource
 from tests.models.families.test_family_contract import CPU
 

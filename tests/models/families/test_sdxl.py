@@ -16,7 +16,7 @@ from supertuner.core.errors import ModelError
 from supertuner.models.attention import require_backend_support
 from supertuner.models.families.sdxl.family import tiny_sdxl_pipeline
 from supertuner.models.families.tiny_pipelines import write_pipeline
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from supertuner.models.objective.diffusion import add_noise, prediction_target
 from supertuner.models.objective.from_settings import build_objective, timestep_distribution
 from supertuner.models.spec import ModelDescription, ModelSource

@@ -13,7 +13,7 @@ from torch import nn
 from supertuner.config.families import FAMILIES
 from supertuner.core.errors import ModelError
 from supertuner.models.families.sampling_common import eval_with_autocast
-from supertuner.models.family_registry import FAMILY_BY_PIPELINE, load_family
+from supertuner.models.family_loader import FAMILY_BY_PIPELINE, load_family
 
 CPU = torch.device("cpu")
 

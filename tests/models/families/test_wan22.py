@@ -13,7 +13,7 @@ from diffusers import WanImageToVideoPipeline, WanPipeline
 
 from supertuner.core.errors import ModelError
 from supertuner.core.types import MediaKind
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from supertuner.models.spec import ModelSource
 from tests.models.families.pipelines import CASES, WrittenPipeline
 from tests.models.families.test_family_contract import CPU, media, sample_request

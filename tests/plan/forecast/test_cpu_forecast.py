@@ -18,7 +18,7 @@ from supertuner.models.spec import Expert, Family, ModelDescription
 from supertuner.plan.trace.cpu_kernels import CpuDevice
 from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, EncoderShapeProbe
 from supertuner.plan.trace.recorder import inner_tensors
-from supertuner.plan.trace.training_step import trace_training_step
+from supertuner.plan.trace.trace_training_step import trace_training_step
 from supertuner.step.batch import StepBatch
 from supertuner.step.expert_setup import (
     build_expert_state,

@@ -10,7 +10,7 @@ from supertuner.core.types import GIB
 from supertuner.plan.forecast.report import report_lines
 from supertuner.plan.forecast.results import FitStatus, RunTiming, TimingScenario, verdict_text
 from supertuner.plan.forecast.storage import StorageItem
-from supertuner.plan.placement.make_plan import plan_step
+from supertuner.plan.placement.make_plan import make_plan
 from supertuner.plan.placement.throughput import MemoryLimits
 from tests.plan.making_forecasts import a_capacity, a_forecast, a_phase, a_table
 
@@ -111,7 +111,7 @@ def test_to_dict_has_everything_as_json_values() -> None:
 
 def test_the_infinite_time_of_a_plan_that_does_not_fit_becomes_json() -> None:
     table = a_table(saved=400)
-    plan = plan_step(table, a_capacity().machine, MemoryLimits(GIB, GIB))
+    plan = make_plan(table, a_capacity().machine, MemoryLimits(GIB, GIB))
     assert not plan.fits
     text = json.dumps(a_forecast(plans={"train model": plan}).to_dict(), allow_nan=False)
     assert json.loads(text)["plans"]["train model"]["fits"] is False
@@ -119,7 +119,7 @@ def test_the_infinite_time_of_a_plan_that_does_not_fit_becomes_json() -> None:
 
 def test_the_verdict_uses_the_memory_of_the_plan_that_is_followed() -> None:
     table = a_table(saved=30)
-    plan = plan_step(table, a_capacity().machine)
+    plan = make_plan(table, a_capacity().machine)
     assert plan.fits and plan.modelled is not None and not plan.keeps_all_on_gpu
     forecast = a_forecast(a_phase("train model", 150.0, plan=plan), plans={"train model": plan})
     assert forecast.verdict.fit is not FitStatus.DOES_NOT_FIT

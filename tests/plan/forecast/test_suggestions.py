@@ -13,7 +13,7 @@ from supertuner.plan.forecast.results import SuggestedChange
 from supertuner.plan.forecast.suggestion_baseline import configured_choice, seconds_without_plan
 from supertuner.plan.forecast.suggestions import scale_tokens, suggest_changes
 from supertuner.plan.placement.choice import TimedStep
-from supertuner.plan.placement.make_plan import plan_step
+from supertuner.plan.placement.make_plan import make_plan
 from supertuner.plan.placement.memory_needs import compute_memory_needs
 from supertuner.plan.placement.plan import MemoryPlan, OptimizerPlacement, PlanEstimate
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
@@ -113,7 +113,7 @@ def test_for_a_run_that_follows_plans_each_change_is_planned_again() -> None:
     now = a_baseline(a_table(frozen=60, saved=30, idle=7), a_capacity(host_gib=100), datasets=VIDEO)
     limits = MemoryLimits(96 * GIB, 100 * GIB)
     unplannable = replace(
-        now, plan=plan_step(now.table, now.capacity.machine, limits), follows_plans=True, limits=limits
+        now, plan=make_plan(now.table, now.capacity.machine, limits), follows_plans=True, limits=limits
     )
     assert not unplannable.follows_this_plan and not unplannable.fits
     found = suggest_changes(unplannable)
@@ -123,7 +123,7 @@ def test_for_a_run_that_follows_plans_each_change_is_planned_again() -> None:
     easy = a_baseline(a_table(saved=30), datasets=VIDEO)
     limits = MemoryLimits.from_machine(easy.capacity.machine)
     planned = replace(
-        easy, plan=plan_step(easy.table, easy.capacity.machine, limits), follows_plans=True, limits=limits
+        easy, plan=make_plan(easy.table, easy.capacity.machine, limits), follows_plans=True, limits=limits
     )
     assert planned.follows_this_plan and planned.fits and not easy.fits
     assert all(one.time is not None and one.time < 1 for one in suggest_changes(planned))
@@ -161,7 +161,7 @@ def test_a_change_after_which_no_plan_fits_has_no_time() -> None:
     )
     limits = MemoryLimits(96 * GIB, 50 * GIB)
     found = suggest_changes(
-        replace(now, plan=plan_step(now.table, now.capacity.machine, limits), follows_plans=True, limits=limits)
+        replace(now, plan=make_plan(now.table, now.capacity.machine, limits), follows_plans=True, limits=limits)
     )
     assert found
     assert all(change.fits or change.time is None or change.time < 100 for change in found)
@@ -174,7 +174,7 @@ def test_a_run_that_follows_plans_gets_a_machine_suggested_where_a_plan_fits() -
     limits = MemoryLimits(76 * GIB, None)
     found = named(
         suggest_changes(
-            replace(now, plan=plan_step(now.table, now.capacity.machine, limits), follows_plans=True, limits=limits)
+            replace(now, plan=make_plan(now.table, now.capacity.machine, limits), follows_plans=True, limits=limits)
         ),
         "--",
     )

@@ -13,7 +13,7 @@ from supertuner.optim.schedule import build_training_schedule
 from supertuner.plan.forecast.suggestion_baseline import configured_choice, seconds_without_plan
 from supertuner.plan.forecast.suggestions import scale_tokens
 from supertuner.plan.forecast.timing import ExpertSteps, RepeatedWork, RunWork, forecast_timing
-from supertuner.plan.placement.make_plan import plan_step
+from supertuner.plan.placement.make_plan import make_plan
 from supertuner.plan.placement.step_table import OperatorWork, StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from tests.plan.making_forecasts import a_table
@@ -24,7 +24,7 @@ LIMITS = MemoryLimits.from_machine(GH200)
 
 
 def steps_of(table: StepTable, planned: bool = False) -> ExpertSteps:
-    plan = plan_step(table, GH200, LIMITS) if planned else None
+    plan = make_plan(table, GH200, LIMITS) if planned else None
     return ExpertSteps(table, configured_choice(table, False), plan, tokens=1000)
 
 

@@ -18,7 +18,7 @@ from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
 from supertuner.plan.placement.choice import PlacementChoice, TimedStep
 from supertuner.plan.placement.fast_simulate import evaluate_choice
-from supertuner.plan.placement.make_plan import plan_step
+from supertuner.plan.placement.make_plan import make_plan
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.plan.placement.search import evenly_spread_order, search_placement
 from supertuner.plan.placement.step_table import OperatorWork, StepTable
@@ -75,7 +75,7 @@ def test_for_a_small_step_no_placement_is_better_than_the_one_found(data: st.Dat
 @given(tables(most=12), rates(), st.integers(50, 600), st.integers(0, 900))
 def test_a_plan_never_needs_more_than_its_limits(drawn: StepTable, speeds: MachineRates, gpu: int, host: int) -> None:
     limits = MemoryLimits(gpu, host)
-    plan = plan_step(drawn, GH200, limits, rates=speeds)
+    plan = make_plan(drawn, GH200, limits, rates=speeds)
     assert plan.modelled is not None
     if plan.fits:
         assert plan.modelled.gpu_peak_bytes <= gpu and plan.modelled.host_peak_bytes <= host
@@ -86,19 +86,19 @@ def test_a_plan_never_needs_more_than_its_limits(drawn: StepTable, speeds: Machi
 
 
 def test_if_everything_fits_the_plan_moves_nothing_and_costs_no_time() -> None:
-    plan = plan_step(a_step(LARGE, LARGE, LARGE, update_s=0.0, idle_bytes=4 * GIB), GH200)
+    plan = make_plan(a_step(LARGE, LARGE, LARGE, update_s=0.0, idle_bytes=4 * GIB), GH200)
     assert plan.keeps_all_on_gpu and plan.modelled is not None
     assert plan.modelled.seconds == pytest.approx(plan.modelled.bound_s)
 
 
 def test_an_idle_expert_is_offloaded_before_anything_else() -> None:
-    plan = plan_step(a_step(*[LARGE] * 8, update_s=0.0, idle_bytes=40 * GIB), GH200)
+    plan = make_plan(a_step(*[LARGE] * 8, update_s=0.0, idle_bytes=40 * GIB), GH200)
     assert plan.idle_at_home and fates(plan) == {ActivationPolicy.KEEP: 8}
     assert any("fetching them takes 115 ms" in reason for reason in plan.reasons)
 
 
 def test_activations_are_sent_and_not_recomputed_if_the_copies_are_hidden() -> None:
-    plan = plan_step(a_step(*[LARGE] * 40), GH200)
+    plan = make_plan(a_step(*[LARGE] * 40), GH200)
     assert fates(plan)[ActivationPolicy.SEND] >= 25 and not fates(plan)[ActivationPolicy.RECOMPUTE]
     assert plan.modelled is not None and plan.modelled.seconds <= 1.002 * plan.modelled.bound_s
     assert "recomputing them would take" in next(
@@ -107,82 +107,82 @@ def test_activations_are_sent_and_not_recomputed_if_the_copies_are_hidden() -> N
 
 
 def test_activations_that_do_not_fit_in_host_memory_are_recomputed() -> None:
-    plan = plan_step(a_step(*[LARGE] * 40), GH200, MemoryLimits(96 * GIB, 100 * GIB))
+    plan = make_plan(a_step(*[LARGE] * 40), GH200, MemoryLimits(96 * GIB, 100 * GIB))
     assert fates(plan)[ActivationPolicy.SEND] in (11, 12) and fates(plan)[ActivationPolicy.RECOMPUTE] >= 15
     assert plan.modelled is not None and plan.modelled.seconds <= 1.03 * plan.modelled.bound_s
 
 
 def test_activations_are_recomputed_if_the_link_is_slower() -> None:
     slow = replace(MachineRates.from_machine(GH200), to_host_bytes_s=5e9, to_device_bytes_s=5e9)
-    plan = plan_step(a_step(*[LARGE] * 40), GH200, rates=slow)
+    plan = make_plan(a_step(*[LARGE] * 40), GH200, rates=slow)
     assert fates(plan)[ActivationPolicy.RECOMPUTE] >= 25
 
 
 def test_weights_that_exceed_gpu_memory_are_streamed_ahead() -> None:
     heavy = replace(LARGE, frozen_bytes=4 * GIB, saved_bytes=GIB, input_bytes=GIB // 8)
-    plan = plan_step(a_step(*[heavy] * 30), GH200)
+    plan = make_plan(a_step(*[heavy] * 30), GH200)
     streamed = [block for block in plan.blocks if block.weights is WeightPlacement.STREAMED]
     assert 5 <= len(streamed) < 30 and plan.ahead >= 1
     assert "never copied back" in streamed[0].reason
 
 
 def test_an_optimizer_too_large_for_the_gpu_steps_where_it_is_fastest() -> None:
-    plan = plan_step(table("flux-full"), GH200)
+    plan = make_plan(table("flux-full"), GH200)
     assert plan.stepping is OptimizerPlacement.STREAMED and any(
         "and back in 576 ms" in reason for reason in plan.reasons
     )
     quick = replace(MachineRates.from_machine(GH200), host_bytes_s=1e15)
-    assert plan_step(table("flux-full"), GH200, rates=quick).stepping is OptimizerPlacement.HOST
+    assert make_plan(table("flux-full"), GH200, rates=quick).stepping is OptimizerPlacement.HOST
 
 
 def test_an_optimizer_that_cannot_step_in_pieces_needs_memory_for_all_parameters() -> None:
     full = table("flux-full")
-    assert plan_step(full, GH200).stepping is OptimizerPlacement.STREAMED
-    assert plan_step(replace(full, by_pieces=False), GH200).stepping is OptimizerPlacement.HOST
+    assert make_plan(full, GH200).stepping is OptimizerPlacement.STREAMED
+    assert make_plan(replace(full, by_pieces=False), GH200).stepping is OptimizerPlacement.HOST
 
 
 def test_what_is_outside_the_blocks_is_never_moved() -> None:
     around = replace(LARGE, name="(before)", frozen_bytes=6 * GIB, recomputable=False)
     step = a_step(*[replace(LARGE, frozen_bytes=4 * GIB)] * 30)
-    plan = plan_step(replace(step, blocks=(around, *step.blocks, replace(around, name="(after)"))), GH200)
+    plan = make_plan(replace(step, blocks=(around, *step.blocks, replace(around, name="(after)"))), GH200)
     assert plan.fits and any(block.weights is WeightPlacement.STREAMED for block in plan.blocks)
     for block in (plan.blocks[0], plan.blocks[-1]):
         assert (block.weights, block.activations) == (WeightPlacement.GPU, ActivationPolicy.KEEP)
 
 
 def test_on_a_one_pool_machine_nothing_is_sent_or_streamed() -> None:
-    plan = plan_step(a_step(*[LARGE] * 40, idle_bytes=GIB), MACHINES["gb10"])
+    plan = make_plan(a_step(*[LARGE] * 40, idle_bytes=GIB), MACHINES["gb10"])
     assert plan.fits and not fates(plan)[ActivationPolicy.SEND] and not plan.idle_at_home
     assert all(block.weights is WeightPlacement.GPU for block in plan.blocks)
 
 
 def test_a_plan_that_does_not_fit_has_the_missing_bytes_as_its_reason() -> None:
-    plan = plan_step(a_step(*[replace(LARGE, saved_bytes=200 * GIB)] * 4), GH200)
+    plan = make_plan(a_step(*[replace(LARGE, saved_bytes=200 * GIB)] * 4), GH200)
     assert not plan.fits and plan.modelled is not None and plan.modelled.seconds == math.inf
     assert plan.modelled.gpu_peak_bytes > 200 * GIB
     assert "it lacks 1" in plan.reasons[0] and "GiB of GPU memory" in plan.reasons[0]
 
 
 def test_nothing_is_offloaded_to_a_host_of_unknown_size() -> None:
-    plan = plan_step(a_step(*[LARGE] * 40), MACHINES["h100-80-pcie"])
+    plan = make_plan(a_step(*[LARGE] * 40), MACHINES["h100-80-pcie"])
     assert plan.modelled is not None and plan.modelled.host_peak_bytes == 0
     assert any("not known" in reason for reason in plan.reasons)
 
 
 def test_a_machine_with_an_unknown_rate_gets_a_plan_without_a_time() -> None:
-    plan = plan_step(a_step(*[LARGE] * 60), MACHINES["gb200"])
+    plan = make_plan(a_step(*[LARGE] * 60), MACHINES["gb200"])
     assert plan.fits and plan.modelled is None
     assert any("to_device_bytes_s" in reason for reason in plan.reasons)
 
 
 def test_planning_is_deterministic() -> None:
-    assert plan_step(table("wan-full"), GH200) == plan_step(table("wan-full"), GH200)
+    assert make_plan(table("wan-full"), GH200) == make_plan(table("wan-full"), GH200)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_full_size_plans_on_a_gh200_are_near_the_bound_and_take_seconds(name: str) -> None:
     begin = time.process_time()
-    plan = plan_step(table(name), GH200)
+    plan = make_plan(table(name), GH200)
     assert time.process_time() - begin < 5
     assert plan.modelled is not None and plan.modelled.seconds <= 1.10 * plan.modelled.bound_s
 
@@ -197,8 +197,8 @@ def test_a_link_that_slows_down_changes_the_plan() -> None:
     """Counters of a run become rates, and the plan is made again from them."""
     step = a_step(*[LARGE] * 40)
     before, after = (
-        plan_step(step, GH200),
-        plan_step(step, GH200, rates=replace(ROUND, **_slower(MachineRates.from_machine(GH200), 20))),
+        make_plan(step, GH200),
+        make_plan(step, GH200, rates=replace(ROUND, **_slower(MachineRates.from_machine(GH200), 20))),
     )
     assert fates(after)[ActivationPolicy.SEND] < fates(before)[ActivationPolicy.SEND]
 

@@ -18,7 +18,7 @@ from supertuner.memory.emulator.clock import EmulatorClock
 from supertuner.memory.emulator.configuration import EmulatedMachine, EmulatorParameters
 from supertuner.memory.machines import MACHINES
 from supertuner.models.blocks import named_blocks
-from supertuner.plan.placement.make_plan import plan_step
+from supertuner.plan.placement.make_plan import make_plan
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.plan.placement.replan import (
     PlanAssumptions,
@@ -166,7 +166,7 @@ def a_planner(names: Sequence[str]) -> RunPlanner:
     """The real planner, on a machine with the rates of this test and memory for the activations of two blocks."""
     rates = MachineRates(1e12, 1e12, 1e15, 1e15, FAST, FAST, one_pool=False, duplex=True)
     limits, table, machine = MemoryLimits(80_000, 10**9), a_step_table(names), MACHINES["gh200-96"]
-    plan = plan_step(table, machine, limits, rates=rates)
+    plan = make_plan(table, machine, limits, rates=rates)
     return RunPlanner(machine, limits, rates, PlanSettings(), 3, {"model": table}, {"model": plan})
 
 

@@ -9,7 +9,7 @@ import pytest
 from supertuner.config.settings.plan import PlanSettings
 from supertuner.core.types import GIB
 from supertuner.memory.machines import MACHINES
-from supertuner.plan.placement.make_plan import plan_step
+from supertuner.plan.placement.make_plan import make_plan
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.plan.placement.replan import PlanAssumptions, PlanObservation, TransferCounters
 from supertuner.plan.placement.run_plans import RunPlanner, apply_plan_settings, plan_without_forecast
@@ -81,7 +81,7 @@ def test_settings_without_effect_give_a_warning() -> None:
 def a_planner(**settings: Any) -> RunPlanner:
     machine, table = MACHINES["gh200-96"], a_table(saved=30)
     limits, rates = MemoryLimits(90 * GIB, 400 * GIB), MachineRates.from_machine(machine)
-    plans = {"model": plan_step(table, machine, limits, rates=rates)}
+    plans = {"model": make_plan(table, machine, limits, rates=rates)}
     return RunPlanner(machine, limits, rates, PlanSettings(**settings), 1, {"model": table}, plans)
 
 

@@ -11,7 +11,7 @@ from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import ModelError
 from supertuner.models import loading
 from supertuner.models.blocks import named_blocks
-from supertuner.models.family_registry import FAMILY_BY_PIPELINE
+from supertuner.models.family_loader import FAMILY_BY_PIPELINE
 from supertuner.models.published_models import PUBLISHED, describe_model
 from supertuner.plan.trace.encoder_shapes import EncoderShapeProbe, without_weights
 from tests.models.families.pipelines import WrittenPipeline

@@ -13,13 +13,13 @@ import torch
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import NullSink
 from supertuner.models.blocks import named_blocks
-from supertuner.models.family_registry import load_family as family_of
+from supertuner.models.family_loader import load_family as family_of
 from supertuner.models.spec import Family, ModelDescription, ModelSource
 from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, BatchTensorSpec, EncoderShapeProbe
 from supertuner.plan.trace.execution_trace import OUTSIDE_BLOCKS, ExecutionTrace, StepPass, TensorKind
 from supertuner.plan.trace.recorder import inner_tensors
 from supertuner.plan.trace.step_table_builder import build_step_table
-from supertuner.plan.trace.training_step import trace_training_step, with_checkpointing
+from supertuner.plan.trace.trace_training_step import trace_training_step, with_checkpointing
 from supertuner.step.batch import StepBatch
 from supertuner.step.expert_setup import (
     build_expert_state,
@@ -166,6 +166,16 @@ def test_every_family_can_be_traced_with_checkpointing(written: WrittenPipeline)
     assert len(trace.blocks) > 3 and len(names) >= (1 if part == "unet" else 2), part
     assert of(trace, TensorKind.GRADIENT) == pytest.approx(of(trace, TensorKind.TRAINED), rel=0.2)
     assert trace.total_work(StepPass.BACKWARD).matmul_flops > 0
+
+
+@pytest.mark.parametrize("written", [case for case in CASES if case.name == "sdxl"], indirect=True)
+@pytest.mark.parametrize("kind", ["lokr", "loha", "locon"])
+def test_adapters_on_convolutions_can_be_traced(written: WrittenPipeline, kind: str) -> None:
+    config = configured(adapter={"type": kind, "rank": 4, "targets": "all_layers"})
+    trace = traced(config, written.family, written.model, written.case.shape)
+    expert_state, found = run_window(config, written.family, written.model, written.case.shape)
+    assert of(trace, TensorKind.TRAINED) == sum(stored(one) for one in expert_state.parameters.values())
+    assert of(trace, TensorKind.GRADIENT) == found["gradients"]
 
 
 def test_only_weights_state_and_batch_outlive_the_step(wan: tuple[Family, ModelDescription]) -> None:

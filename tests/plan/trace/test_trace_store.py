@@ -12,7 +12,7 @@ import pytest
 
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import Event, WarningEvent
-from supertuner.models.family_registry import load_family as family_of
+from supertuner.models.family_loader import load_family as family_of
 from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource
 from supertuner.plan.placement.step_table import OperatorWork
 from supertuner.plan.trace.cached_traces import CachedTraces

@@ -17,7 +17,7 @@ from supertuner.core.host import HostFacts
 from supertuner.data.corpus import Corpus
 from supertuner.data.corpus_loader import open_corpus
 from supertuner.data.ordering.micro_batches import MicroBatch, single_micro_batch
-from supertuner.models.family_registry import load_family as family_of
+from supertuner.models.family_loader import load_family as family_of
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import Family, ModelDescription, ModelSource
 from supertuner.train.encoding.cache_lookup import EncodedCorpus

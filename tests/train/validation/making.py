@@ -11,7 +11,7 @@ from supertuner.config.settings.model import AdapterSettings
 from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.core.events import Event
 from supertuner.models.adapters.attach import TrainableExpert, attach
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from supertuner.models.objective.diffusion import TrainingObjective
 from supertuner.models.spec import ModelDescription, ModelSampler, ModelSource
 from supertuner.optim.ema import EmaWeights

@@ -20,7 +20,7 @@ from supertuner.arena.run_context import RunContext
 from supertuner.core.errors import TrainError
 from supertuner.core.events import MeasurementEvent
 from supertuner.data.decode.video import decode_video
-from supertuner.models.family_registry import load_family
+from supertuner.models.family_loader import load_family
 from supertuner.models.spec import ModelSource, SampleRequest
 from supertuner.plan.sample_requests import ValidationSamplePlan
 from supertuner.train.validation.sample_images import (

@@ -44,7 +44,7 @@ class _PieceOnDevice:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class PlannedOptimizerOffload:
-    """The optimizer offload of one expert under a plan. (`step.window.OptimizerOffload` documents the methods.)"""
+    """The optimizer offload of one expert under a plan. (`step.train_step.OptimizerOffload` documents the methods.)"""
 
     parameters: Mapping[str, nn.Parameter]
     parameter_state: ParameterState

@@ -1,5 +1,5 @@
-"""Traces a window of the configured run at full size on fake tensors: the run's own code, no weights, no GPU, no
-network.
+"""Traces a window (the micro-batches of one optimizer step) of the configured run at full size on fake tensors: the
+run's own code, no weights, no GPU, no network.
 
 The module is built from its config alone. Adapters, optimizer and objective are built as in a run
 (`step/expert_setup.py`), and the traced function is the one that the training loop calls (`step/train_step.py`). Fake
