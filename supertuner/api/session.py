@@ -15,7 +15,7 @@ from supertuner.config.sources.environment import strip_uvm_keys_for_torch
 from supertuner.config.sources.launcher import SINGLE_PROCESS_ENVIRONMENT, LauncherEnvironment
 from supertuner.config.sources.load import LoadedConfig, load_config
 from supertuner.core.errors import ConfigError, SourceError
-from supertuner.core.events import DecisionEvent, NoteEvent, NullSink, Sink, TeeSink
+from supertuner.core.events import DecisionEvent, NoteEvent, NullSink, Sink, TeeSink, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.data.staging.arena_lookup import require_paths
 from supertuner.sinks.console import ConsoleSink
@@ -103,6 +103,8 @@ def open_session(
         if folder.changed_settings:
             changes = "; ".join(folder.changed_settings[:5])
             sink.emit(NoteEvent("run", f"settings changed since the last session: {changes}"))
+        for problem in folder.damaged_records:
+            sink.emit(WarningEvent("run", f"{problem}; the run continues without its records"))
         if config.run.name is None:
             sink.emit(DecisionEvent("run.name", name, "not set: the file's name and a digest of its settings"))
         for dataset in config.datasets:

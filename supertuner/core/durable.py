@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
 from supertuner.core.types import JSON
+
+FILE_MODE = 0o666
+"""Permissions of new files before the umask."""
+
+
+def open_plain_file(path: Path, flags: int) -> int:
+    """Open or create a file for writing. A link is not followed, and what is not a plain file is refused: OSError."""
+    try:
+        fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "it is a link, which is not followed for writing", str(path)) from error
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "it is not a plain file", str(path))
 
 
 def write_bytes(path: Path, content: bytes | memoryview) -> None:
@@ -18,7 +37,8 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
 
 def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Replace `path` with the concatenated chunks; only one chunk has to be in memory at a time."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
         with os.fdopen(handle, "wb") as out:
             for chunk in chunks:

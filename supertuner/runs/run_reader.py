@@ -87,15 +87,15 @@ class RunReader:
 
     def decisions(self) -> list[dict[str, JSON]]:
         """The latest decision of each name, with its earlier values in `before`."""
-        return latest_decisions(run_folder.read_run_list(self.path / run_folder.DECISIONS_FILE))
+        return latest_decisions(run_folder.read_decisions(self.path / run_folder.DECISIONS_FILE))
 
     def events(self) -> Iterator[dict[str, JSON]]:
         """Every event, oldest first, as written by `sinks.jsonlines`."""
-        return read_records(self.path / run_folder.EVENTS_FILE)
+        return read_records(self.path / run_folder.EVENTS_FILE, ("event",))
 
     def set_aside(self) -> list[dict[str, JSON]]:
         """The files that the run does not use: dataset, file, reason."""
-        return list(read_records(self.path / run_folder.SET_ASIDE_FILE))
+        return run_folder.read_set_aside(self.path / run_folder.SET_ASIDE_FILE)
 
     def losses(self) -> list[StepRecord]:
         return read_losses(self.path / LOSSES_FILE)
@@ -105,7 +105,7 @@ class RunReader:
 
     def summary(self) -> RunSummary:
         events = list(self.events())
-        warnings = [{"what": e["what"], "message": e["message"]} for e in events if e["event"] == "warned"]
+        warnings = [{"what": e.get("what"), "message": e.get("message")} for e in events if e["event"] == "warned"]
         return RunSummary(
             path=str(self.path),
             name=self.name,
@@ -116,7 +116,7 @@ class RunReader:
             decisions=self.decisions(),
             warnings=list({json.dumps(row): row for row in warnings}.values()),  # without duplicates
             set_aside=self.set_aside(),
-            figures={str(e["what"]): e["figures"] for e in events if e["event"] == "measured"},
+            figures={str(e.get("what")): e.get("figures") for e in events if e["event"] == "measured"},
         )
 
     def _resolved(self) -> Mapping[str, JSON]:

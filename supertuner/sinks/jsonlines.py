@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from supertuner.core.closing import CloseOnExit
+from supertuner.core.durable import open_plain_file
 from supertuner.core.errors import RunFolderError
 from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NoteEvent, SetAsideEvent, WarningEvent
 from supertuner.core.types import JSON
@@ -32,7 +33,7 @@ class JsonLinesFile(CloseOnExit):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._handle = open_plain_file(path, os.O_RDWR | os.O_APPEND)
         _truncate_incomplete_line(self._handle)
 
     def append(self, record: Mapping[str, JSON]) -> None:
@@ -65,9 +66,9 @@ def event_record(event: Event) -> dict[str, JSON]:
     return {"at": now_text(), "event": EVENT_NAMES[type(event)], **dataclasses.asdict(event)}
 
 
-def read_records(path: Path) -> Iterator[dict[str, JSON]]:
-    """The complete records of the file, in order; none if there is no file. Raises RunFolderError at an invalid
-    line."""
+def read_records(path: Path, keys: Iterable[str] = ()) -> Iterator[dict[str, JSON]]:
+    """The complete records of the file, in order; none if there is no file. Raises RunFolderError at a line that is not
+    a JSON object with these keys."""
     if not path.exists():
         return
     with path.open("rb") as lines:
@@ -76,9 +77,19 @@ def read_records(path: Path) -> Iterator[dict[str, JSON]]:
                 return
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RunFolderError(f"{path}, line {number} is not JSON ({error}); remove that line") from error
+            if problem := record_problem(record, keys):
+                raise RunFolderError(f"{path}, line {number} {problem}; remove that line")
             yield record
+
+
+def record_problem(record: object, keys: Iterable[str]) -> str:
+    """Why this is not a JSON object with these keys; "" if it is one."""
+    if not isinstance(record, dict):
+        return "is not a JSON object"
+    missing = [key for key in keys if key not in record]
+    return f"has no {missing[0]!r}" if missing else ""
 
 
 def now_text() -> str:

@@ -15,11 +15,12 @@ files that are not from a run. Refused folders are not changed.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,15 @@ from supertuner.core import durable
 from supertuner.core.errors import RunFolderError
 from supertuner.core.events import DecisionEvent, Event, SetAsideEvent
 from supertuner.core.types import JSON
-from supertuner.sinks.jsonlines import JsonLinesFile, encode_line, event_record, now_text, read_records, readable_time
+from supertuner.sinks.jsonlines import (
+    JsonLinesFile,
+    encode_line,
+    event_record,
+    now_text,
+    read_records,
+    readable_time,
+    record_problem,
+)
 from supertuner.sinks.saved_config import CONFIG_FILE_STEM, SavedConfig
 
 RUN_FORMAT = 1
@@ -51,6 +60,8 @@ class RunFolder:
         """The differences from the settings of an earlier start without results, which these settings replaced."""
         self.changed_settings: tuple[str, ...] = ()
         """The settings that changed since the last session of this run; none of them affects what is trained."""
+        self.damaged_records: tuple[str, ...] = ()
+        """Damaged files of records, with the problem and their new names. The run continues without these records."""
         _refuse_foreign_folder(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -61,8 +72,8 @@ class RunFolder:
         try:
             _refuse_foreign_folder(path)
             self._begin_run(name, config)
-            self._decisions = read_run_list(path / DECISIONS_FILE)
-            self._set_aside_keys = {_set_aside_key(line) for line in read_records(path / SET_ASIDE_FILE)}
+            self._decisions = self._load_records(DECISIONS_FILE, read_decisions)
+            self._set_aside_keys = set(map(_set_aside_key, self._load_records(SET_ASIDE_FILE, read_set_aside)))
             self._set_aside_file = JsonLinesFile(path / SET_ASIDE_FILE)
             self._events_file = JsonLinesFile(path / EVENTS_FILE)
         except BaseException as error:
@@ -91,7 +102,7 @@ class RunFolder:
     def forget_set_aside(self, dataset: str) -> None:
         """Remove the set-aside files of this dataset from earlier sessions, because it will be scanned again."""
         with self._emit_lock:
-            other_records = [line for line in read_records(self.path / SET_ASIDE_FILE) if line["dataset"] != dataset]
+            other_records = [line for line in read_set_aside(self.path / SET_ASIDE_FILE) if line["dataset"] != dataset]
             self._set_aside_file.close()
             durable.write_bytes(self.path / SET_ASIDE_FILE, b"".join(map(encode_line, other_records)))
             self._set_aside_keys = {_set_aside_key(line) for line in other_records}
@@ -115,6 +126,18 @@ class RunFolder:
             if kind is None:
                 raise _write_error(self.path, refusal) from refusal
             # Otherwise the original error is raised, not the failure to sync the records.
+
+    def _load_records(self, name: str, read: Callable[[Path], list[dict[str, JSON]]]) -> list[dict[str, JSON]]:
+        """The records of a file. A damaged file is renamed: it must not cost the run its checkpoints."""
+        file, number = self.path / name, 1
+        try:
+            return read(file)
+        except RunFolderError as error:
+            while os.path.lexists(aside := self.path / f"{name}.damaged-{number}"):
+                number += 1
+            os.rename(file, aside)
+            self.damaged_records += (f"{error}; it is renamed to {aside.name}",)
+            return []
 
     def _begin_run(self, name: str, config: SavedConfig) -> None:
         """Write the files of a new run; run.json comes last, because without it the folder is not a run."""
@@ -166,7 +189,7 @@ def lock_holder(path: Path) -> str | None:
     lock = path / LOCK_FILE
     if not lock.exists():
         return None
-    handle = os.open(lock, os.O_RDONLY)
+    handle = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -179,7 +202,7 @@ def lock_holder(path: Path) -> str | None:
 def _acquire_lock(path: Path) -> int:
     """Lock the folder for this process and return the handle. The kernel releases the lock when the process exits."""
     try:
-        handle = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = durable.open_plain_file(path / LOCK_FILE, os.O_RDWR)
     except OSError as error:
         raise _write_error(path, error) from error
     try:
@@ -199,7 +222,8 @@ def _acquire_lock(path: Path) -> int:
 
 def _write_error(path: Path, error: OSError) -> RunFolderError:
     where = error.filename or path
-    return RunFolderError(f"{where} cannot be written: {error.strerror}; free space, or choose another run.output_dir")
+    remedy = "remove it" if error.errno == errno.ELOOP else "free space, or choose another run.output_dir"
+    return RunFolderError(f"{where} cannot be written: {error.strerror}; {remedy}")
 
 
 def _refuse_foreign_folder(path: Path) -> None:
@@ -264,17 +288,25 @@ def read_run_object(path: Path) -> dict[str, JSON]:
     return value
 
 
-def read_run_list(path: Path) -> list[dict[str, JSON]]:
-    """A JSON list of objects in a run folder. Raises RunFolderError if it is not readable."""
+def read_decisions(path: Path) -> list[dict[str, JSON]]:
+    """The records of decisions.json. Raises RunFolderError if it is damaged."""
     value: list[dict[str, JSON]] = _read_json(path, list)
+    for number, record in enumerate(value):
+        if problem := record_problem(record, ("what", "value", "reason")):
+            raise RunFolderError(f"{path}: entry {number} {problem}")
     return value
+
+
+def read_set_aside(path: Path) -> list[dict[str, JSON]]:
+    """The records of set_aside.jsonl. Raises RunFolderError if it is damaged."""
+    return list(read_records(path, ("dataset", "file", "reason")))
 
 
 def _read_json(path: Path, kind: type) -> Any:
     remedy = "the run folder is damaged: move it away and start again"
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"{path} cannot be read ({error}); {remedy}") from error
     if not isinstance(value, kind):
         raise RunFolderError(f"{path} is not a JSON {'object' if kind is dict else 'list'}; {remedy}")

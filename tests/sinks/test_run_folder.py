@@ -20,6 +20,7 @@ from supertuner.core.types import JSON
 from supertuner.sinks.jsonlines import read_records
 from supertuner.sinks.run_folder import RunFolder, lock_holder
 from supertuner.sinks.saved_config import SavedConfig
+from supertuner.train.run.loss_log import LossLog
 from tests.distributed.shared_saves import small_files
 
 CONFIG_FILE = b"run: {name: cats}   # a comment that a parser would lose\n"
@@ -201,6 +202,7 @@ from itertools import pairwise
 from pathlib import Path
 from supertuner.core.events import DecisionEvent, SetAsideEvent
 from supertuner.sinks.saved_config import SavedConfig
+from supertuner.train.run.loss_log import LossLog
 from supertuner.sinks.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]), "cats", SavedConfig(b"{}", ".json", {"a": 1}, {}))
 sys.stdout.write("open\\n"); sys.stdout.flush()
@@ -300,3 +302,66 @@ def test_the_original_error_is_raised_even_if_the_records_cannot_be_synced(tmp_p
         os.close(folder._events_file._handle)  # as if the disk were gone
         raise ValueError("the real one")
     RunFolder(tmp_path / "run", "run", config()).close()
+
+
+@pytest.mark.parametrize("name", [".lock", "events.jsonl", "set_aside.jsonl"])
+def test_a_link_inside_the_folder_is_not_followed_for_writing(tmp_path: Path, name: str) -> None:
+    with RunFolder(tmp_path / "run", "cats", config()):
+        pass
+    foreign = tmp_path / "foreign.txt"
+    foreign.write_text('{"dataset": "of", "file": "somebody", "reason": "else"}\n')
+    before = foreign.read_bytes()
+    (tmp_path / "run" / name).unlink()
+    (tmp_path / "run" / name).symlink_to(foreign)
+    with pytest.raises(RunFolderError, match=rf"{name} cannot be written: it is a link.*; remove it"):
+        RunFolder(tmp_path / "run", "cats", config())
+    assert foreign.read_bytes() == before
+    assert lock_holder(tmp_path / "run") is None, "a refused folder is not locked"
+
+
+def test_a_pipe_in_place_of_a_record_file_is_refused(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "cats", config()):
+        pass
+    (tmp_path / "run/events.jsonl").unlink()
+    os.mkfifo(tmp_path / "run/events.jsonl")
+    with pytest.raises(RunFolderError, match=r"events\.jsonl cannot be written: it is not a plain file"):
+        RunFolder(tmp_path / "run", "cats", config())
+
+
+@pytest.mark.parametrize("content", [b"{", b"{}", b"[1]", b'[{"what": "x"}]', b"\xff", b"[" * 100_000])
+def test_damaged_decisions_are_renamed_and_the_run_continues(tmp_path: Path, content: bytes) -> None:
+    for number in (1, 2):
+        with RunFolder(tmp_path / "run", "cats", config()) as folder:
+            folder.emit(DecisionEvent("workers", number, "CPUs"))
+        (tmp_path / "run/decisions.json").write_bytes(content)
+        with RunFolder(tmp_path / "run", "cats", config()) as folder:
+            [problem] = folder.damaged_records
+            folder.emit(DecisionEvent("workers", 4, "CPUs"))
+        assert "decisions.json" in problem and f"renamed to decisions.json.damaged-{number}" in problem
+        assert (tmp_path / f"run/decisions.json.damaged-{number}").read_bytes() == content
+        assert [d["value"] for d in json.loads((tmp_path / "run/decisions.json").read_text())] == [4]
+
+
+@pytest.mark.parametrize("line", [b"{\n", b"[]\n", b'{"dataset": "a"}\n', b"\xff\n"])
+def test_damaged_records_of_set_aside_files_are_renamed_and_the_run_continues(tmp_path: Path, line: bytes) -> None:
+    with RunFolder(tmp_path / "run", "cats", config()):
+        pass
+    (tmp_path / "run/set_aside.jsonl").write_bytes(line)
+    with RunFolder(tmp_path / "run", "cats", config()) as folder:
+        assert "renamed to set_aside.jsonl.damaged-1" in folder.damaged_records[0]
+        folder.emit(SetAsideEvent("cats", "a.jpg", "broken"))
+    assert (tmp_path / "run/set_aside.jsonl.damaged-1").read_bytes() == line
+    assert [record["file"] for record in read_records(tmp_path / "run/set_aside.jsonl")] == ["a.jpg"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_all_files_of_a_run_follow_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        with RunFolder(tmp_path / "run", "cats", config()) as folder:
+            folder.emit(DecisionEvent("workers", 2, "CPUs"))
+            LossLog(tmp_path / "run/losses.jsonl").close()
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "run").iterdir()}
+    assert set(modes.values()) == {0o666 & ~umask}, modes

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from supertuner.core.bulk_io import write_all
+from supertuner.core.durable import FILE_MODE
 from supertuner.core.errors import CheckpointError
 from supertuner.core.events import NullSink, ProgressPhase
 from supertuner.core.types import JSON
@@ -126,7 +127,7 @@ def write_parts(
 def write_file(path: Path, chunks: Iterable[memoryview], phase: ProgressPhase) -> manifests.FileFacts:
     """Write a new file and sync it; returns its size and checksum. An OSError names the file."""
     digest, at = xxhash.xxh3_128(), 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
         for chunk in chunks:
             write_all(fd, chunk, at)

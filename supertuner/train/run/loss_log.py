@@ -34,7 +34,7 @@ class LossLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            self._fd = durable.open_plain_file(path, os.O_RDWR)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}; it must be a plain file") from error
         durable.sync_folder(path.parent)
