@@ -24,6 +24,7 @@ from supertuner.cli import (
     train,
 )
 from supertuner.core.errors import ConfigError, SuperTunerError
+from supertuner.core.types import escape_lines
 
 TRAIN_EXTRA_MODULES = frozenset(
     (
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments)
     except SuperTunerError as error:
         if not _is_reported_by_first_rank(error):
-            typer.echo(with_options(str(error)), err=True)
+            typer.echo(escape_lines(with_options(str(error))), err=True)
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in TRAIN_EXTRA_MODULES:
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:  # one that no package handles: print the file and the system's reason
         where = f"{error.filename}: " if error.filename is not None else ""
         problem = f"{where}{error.strerror or error}"
-        typer.echo(f"{problem}; the system refused this, and the command cannot continue", err=True)
+        typer.echo(escape_lines(f"{problem}; the system refused this, and the command cannot continue"), err=True)
         sys.exit(1)
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)

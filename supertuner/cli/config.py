@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from supertuner.cli.options import ConfigArgument, JsonOption, SetOption
+from supertuner.core.types import escape_lines
 
 if TYPE_CHECKING:
     from supertuner.config.sources.load import LoadedConfig
@@ -46,7 +47,7 @@ def validate(
             problems = [{"path": p.path, "message": p.message} for p in error.problems]
             reports.append({"config": str(path), "valid": False, "problems": problems})
             if not as_json:
-                typer.echo(str(error), err=True)
+                typer.echo(escape_lines(str(error)), err=True)
             continue
         notes = [{"what": note.what, "message": note.message} for note in loaded.notes]
         reports.append({"config": str(path), "valid": True, "notes": notes})
@@ -144,7 +145,8 @@ def _print_notes(loaded: LoadedConfig, err: bool = False) -> None:
     for note in loaded.notes:
         by_message.setdefault(note.message, []).append(note)
     for message, notes in by_message.items():
-        typer.echo(f"  note: {', '.join(note.what for note in notes)}: {message}", err=err)
+        what = ", ".join(note.what for note in notes)
+        typer.echo(escape_lines(f"  note: {what}: {message}"), err=err)
 
 
 def _summary(loaded: LoadedConfig) -> str:

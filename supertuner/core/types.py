@@ -32,3 +32,8 @@ def bytes_text(nbytes: float) -> str:
 def escape_for_terminal(text: str) -> str:
     """`text` in one line with control characters escaped, so that a file name cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def escape_lines(text: str) -> str:
+    """`escape_for_terminal` for each line of a message."""
+    return "\n".join(map(escape_for_terminal, text.split("\n")))

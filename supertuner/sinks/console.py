@@ -23,7 +23,7 @@ from rich.text import Text
 
 from supertuner.core.closing import CloseOnExit
 from supertuner.core.events import DecisionEvent, Event, MeasurementEvent, NoteEvent, SetAsideEvent, WarningEvent
-from supertuner.core.types import JSON, escape_for_terminal
+from supertuner.core.types import JSON, escape_for_terminal, escape_lines
 from supertuner.sinks.phase_counters import PhaseCounters
 from supertuner.sinks.training_display import DisplayCounters, DisplayRow, TrainingDisplay
 
@@ -64,9 +64,10 @@ class ConsoleSink(CloseOnExit):
             return
         with self._lock:
             if isinstance(event, WarningEvent):
-                self.print_above(Text.assemble(("warning ", "bold yellow"), (event.what, "bold"), f": {event.message}"))
+                what, message = escape_for_terminal(event.what), escape_lines(event.message)
+                self.print_above(Text.assemble(("warning ", "bold yellow"), (what, "bold"), f": {message}"))
             elif isinstance(event, NoteEvent):
-                self.print_above(Text(event.message))
+                self.print_above(Text(escape_lines(event.message)))
             elif isinstance(event, DecisionEvent):
                 self._decisions.append(event)
             elif isinstance(event, SetAsideEvent):

@@ -248,6 +248,7 @@ def start_run(loaded: LoadedExperts) -> Iterator[TrainingRun]:
     run_dir, rank = data.context.run_dir, checked.process_group.rank
     config, family, model, precision = checked.config, checked.family, checked.model, checked.precision
     place_state, sink = partial(data.memory.allocating, "state"), data.context.sink
+    torch.manual_seed(config.run.seed)  # for libraries that draw from the global generators; a checkpoint restores them
     with open_loss_log(run_dir / LOSSES_FILE, rank) as losses, open_loss_log(run_dir / HELD_OUT_FILE, rank) as held_out:
         run = TrainingRun(
             config=config,

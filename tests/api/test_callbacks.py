@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import supertuner as st
 from supertuner.core.errors import TrainError
@@ -94,3 +95,13 @@ def test_a_run_in_another_thread_than_the_main_one(tmp_path: Path) -> None:
 def test_nothing_is_printed_without_progress(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     st.train(load(tmp_path, "silent"), callbacks=[Recorder(stop_after=1)], show_progress=False)
     assert capfd.readouterr() == ("", "")
+
+
+def test_equal_runs_save_equal_states_of_the_global_generators(tmp_path: Path) -> None:
+    states = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)  # whatever the process drew before
+        result = st.train(load(tmp_path, f"run-{seed}"), show_progress=False)
+        newest = max((result.run_dir / "checkpoints").glob("step-*"))
+        states.append((newest / "random.safetensors").read_bytes())
+    assert states[0] == states[1]

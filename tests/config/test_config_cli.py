@@ -119,3 +119,13 @@ def test_an_os_error_is_one_line_with_the_file_and_no_traceback(tmp_path):
     done = supertuner("config", "convert", "a.json", "-o", "/proc/b.json", cwd=tmp_path)
     assert done.returncode == 1
     assert "/proc/" in done.stderr and "No such file" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_key_cannot_control_the_terminal(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"\x1b[2Jtrain": 1, "train": {"bat\x07ch": 2}, "datasets": []}))
+    for command in ("validate", "show"):
+        outcome = supertuner("config", command, str(file))
+        assert outcome.returncode == 2
+        assert "\\x1b[2Jtrain" in outcome.stderr and "bat\\x07ch" in outcome.stderr
+        assert "\x1b" not in outcome.stderr + outcome.stdout and "\x07" not in outcome.stderr + outcome.stdout

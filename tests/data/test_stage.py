@@ -107,6 +107,25 @@ def test_rows_of_a_hugging_face_dataset_open_only_files_inside_its_folder(tmp_pa
     assert "unreadable: No such file" in reasons["row 3"]
 
 
+@pytest.mark.parametrize("how", ["table", "link", "split"])
+def test_a_hugging_face_dataset_that_names_files_outside_its_folder_is_refused(tmp_path, home, how):
+    rows = {"image": [{"bytes": picture(), "path": None}], "text": ["private"]}
+    outside = saved(tmp_path / "outside", rows)
+    path = saved(tmp_path / "hf", rows)
+    if how == "split":
+        (path / "dataset_dict.json").write_text(json.dumps({"splits": ["../outside"]}))
+    elif how == "table":
+        state = json.loads((path / "state.json").read_text())
+        state["_data_files"] = [{"filename": f"../outside/{next(outside.glob('*.arrow')).name}"}]
+        (path / "state.json").write_text(json.dumps(state))
+    else:
+        table = next(path.glob("*.arrow"))
+        table.unlink()
+        table.symlink_to(next(outside.glob("*.arrow")))
+    with pytest.raises(SourceError, match=r"names '.*', which is outside this folder"):
+        stager(home).stage(dataset(path))
+
+
 def test_an_unchanged_dataset_is_reused_instantly(tmp_path, home):
     folder = write(tmp_path / "set", pictures(50, **{"bad.jpg": b"xx"}))
     first = stager(home).stage(dataset(folder))

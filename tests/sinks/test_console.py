@@ -8,7 +8,7 @@ import threading
 import pytest
 from rich.console import Console as RichConsole
 
-from supertuner.core.events import DecisionEvent, SetAsideEvent, WarningEvent
+from supertuner.core.events import DecisionEvent, NoteEvent, SetAsideEvent, WarningEvent
 from supertuner.sinks.console import ConsoleSink
 from supertuner.sinks.phase_counters import PhaseCounters, duration_text
 
@@ -149,3 +149,12 @@ def test_a_phase_without_figures_shows_only_its_duration() -> None:
     with console.phase("listing cats"):
         pass
     assert out.getvalue() == "listing cats: 0.0 s\n"
+
+
+def test_events_cannot_control_the_terminal() -> None:
+    stream = io.StringIO()
+    with ConsoleSink(RichConsole(file=stream, width=200)) as console:
+        console.emit(WarningEvent("key\x1b[2J", "text\x1b]0;title\x07"))
+        console.emit(NoteEvent("run", "one\ntwo\x1b[31m"))
+    assert "\x1b" not in stream.getvalue() and "\x07" not in stream.getvalue()
+    assert "key\\x1b[2J: text\\x1b]0;title\\x07" in stream.getvalue() and "one\ntwo\\x1b[31m" in stream.getvalue()

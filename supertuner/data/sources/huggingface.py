@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from functools import cached_property
@@ -24,6 +25,15 @@ _BATCH_ROWS = 256
 def is_saved_dataset(root: Path) -> bool:
     files = ("state.json", "dataset_info.json")
     return (root / "dataset_dict.json").is_file() or all((root / name).is_file() for name in files)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """A JSON object; empty if the file is missing or not one, which the library then reports."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 class HuggingFaceSource:
@@ -76,6 +86,7 @@ class HuggingFaceSource:
         except ImportError as error:
             remedy = "pip install 'supertuner[huggingface]'"
             raise SourceError(f"{self._root} is a Hugging Face dataset, which needs an extra: {remedy}") from error
+        self._refuse_outside_files()
         try:
             loaded = datasets.load_from_disk(str(self._root))
         except Exception as error:  # the library raises many types for damaged files
@@ -89,6 +100,23 @@ class HuggingFaceSource:
                 raise SourceError(f"{self._root} {problem}; set instance_data_dir to the folder of one split")
             loaded = loaded[name]
         return loaded.with_format("arrow")
+
+    def _refuse_outside_files(self) -> None:
+        """Raise SourceError if the dataset's own files name a table or a split outside its folder."""
+        splits = _read_object(self._root / "dataset_dict.json").get("splits")
+        names = [str(name) for name in splits] if isinstance(splits, list) else []
+        for name in names:
+            self._require_inside(name, "dataset_dict.json")
+        for folder in [self._root / name for name in names] or [self._root]:
+            files = _read_object(folder / "state.json").get("_data_files")
+            for file in files if isinstance(files, list) else []:
+                name = file.get("filename") if isinstance(file, dict) else None
+                self._require_inside(str(folder.relative_to(self._root) / str(name)), "state.json")
+
+    def _require_inside(self, name: str, source: str) -> None:
+        if resolve_inside(self._root, name) is None:
+            problem = f"{source} names {name!r}, which is outside this folder"
+            raise SourceError(f"{self._root}: {problem}; save the dataset again with save_to_disk")
 
     @cached_property
     def _media_column_name(self) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeGuard
@@ -184,7 +185,9 @@ def read_header(fd: int, nbytes: int) -> tuple[bytes, list[TensorEntry]]:
 
 def _parse_entries(text: bytes) -> Iterator[TensorEntry]:
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_without_duplicates)
+    except MalformedTensorFileError:
+        raise
     except (ValueError, RecursionError) as error:
         raise MalformedTensorFileError(f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
@@ -192,6 +195,15 @@ def _parse_entries(text: bytes) -> Iterator[TensorEntry]:
     for name, facts in header.items():
         if name != METADATA_KEY:
             yield _parse_entry(name, facts)
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The JSON object. A key that occurs twice means different tensors to different readers."""
+    merged = dict(pairs)
+    if len(merged) != len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise MalformedTensorFileError(f"its header has the key {twice!r} twice")
+    return merged
 
 
 def _parse_sharding(header: bytes) -> dict[str, object]:

@@ -18,7 +18,7 @@ from supertuner.core.errors import ModelError
 from supertuner.models.adapters.attach import resolve_targets, settings_for_expert
 from supertuner.models.adapters.existing_adapters import ExistingAdapter, check_initial_values, check_merge_frozen
 from supertuner.models.adapters.keys import split_tensor_name
-from supertuner.models.adapters.keys_schemes import KeyScheme, spell_tensor
+from supertuner.models.adapters.keys_schemes import ALPHA, KeyScheme, spell_tensor
 from supertuner.models.loading import build_meta_module
 from supertuner.models.spec import Expert, Family, ModelDescription, Tensors
 from supertuner.train.export.adapter_files import (
@@ -31,6 +31,8 @@ from supertuner.train.export.adapter_files import (
 
 INITIAL_WEIGHTS_SCHEME: Final = KeyScheme("bare", "diffusers", "kohya")
 """Layers named as in diffusers, tensors as in LyCORIS, with explicit alphas."""
+NUMBERS_OF_ANY_TYPE: Final = (ALPHA, "on_input")
+"""Tensors that are settings, not weights; some programs write them as integers."""
 
 
 def check_initial_adapters(
@@ -89,6 +91,9 @@ def load_layer_tensors(path: Path, family: str, expert: str, *, only_expert: boo
     for key, tensor in load_adapter_tensors(file, INITIAL_WEIGHTS_SCHEME, family).items():
         split = split_tensor_name(key)
         assert split is not None, key
+        if not tensor.is_floating_point() and split[1] not in NUMBERS_OF_ANY_TYPE:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ModelError(f"{path}: {key} has numbers of type {dtype}; an adapter has floating-point weights")
         exact = tensor.float()
         if not exact.isfinite().all():
             raise ModelError(f"{path}: {key} has values that are not finite; the file cannot be used")

@@ -159,6 +159,32 @@ def test_the_other_experts_file_is_refused(tmp_path: Path) -> None:
         load_layer_tensors(stray, "wan2.2", "high_noise", only_expert=False)
 
 
+def test_integers_are_refused_as_weights_and_allowed_as_alphas(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    written(KINDS["lora"], path)
+    tensors = {
+        key.replace("lora_A", "lora_down").replace("lora_B", "lora_up"): tensor
+        for key, tensor in load_file(path).items()
+    }
+    alphas = {key.replace("lora_up.weight", "alpha"): torch.tensor(4) for key in tensors if "lora_up" in key}
+    save_file({**tensors, **alphas}, path)
+    assert load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False)
+    save_file({key: tensor.to(torch.int32) for key, tensor in tensors.items()}, path)
+    with pytest.raises(ModelError, match=r"a\.safetensors: .* has numbers of type int32; an adapter"):
+        load_layer_tensors(path, "wan2.2", "high_noise", only_expert=False)
+
+
+def test_a_header_with_a_key_twice_is_refused(tmp_path: Path) -> None:
+    entry = (
+        '"transformer.blocks.0.attn1.to_q.lora_A.weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [%d, %d]}'
+    )
+    header = ("{" + entry % (0, 4) + ", " + entry % (4, 8) + "}").encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(ModelError, match=r"its header has the key 'transformer.*' twice"):
+        open_adapter(path)
+
+
 def test_unknown_keys_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     written(KINDS["lora"], path)
