@@ -17,11 +17,20 @@ from __future__ import annotations
 import gc
 import signal
 from collections import Counter
+from importlib.util import find_spec
 
 import pytest
 
+EXTENSIONS = ("core._bulk_io", "optim.automagic._automagic", "memory.overflow_allocator._overflow")
+
 
 def pytest_configure() -> None:
+    missing = [name for name in EXTENSIONS if find_spec(f"supertuner.{name}") is None]
+    if missing:
+        compiled = ", ".join(missing)
+        raise pytest.UsageError(
+            f"not compiled here: {compiled}; run `make setup`, or `python setup.py build_ext --inplace`"
+        )
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+TARGET_PRESETS: Final = ("attention", "attention_mlp", "all_linear")
+"""Presets of adapter targets that every family has."""
 ALL_EXPERTS: Final = "all"
 """The value of `model.experts` that trains every expert."""
 
@@ -43,6 +45,8 @@ class FamilyRecord:
     """Its values of `model.arch` in ai-toolkit."""
     ai_toolkit_switch: str | None = None
     """Its older switch in ai-toolkit's `model` block, such as `is_flux`."""
+    more_target_presets: tuple[str, ...] = ()
+    """Presets of adapter targets beyond `TARGET_PRESETS`."""
     same_layers_as: str | None = None
     """The family whose denoiser architecture it shares, and with it the table of layer names."""
 
@@ -126,6 +130,7 @@ FAMILIES: Final[Mapping[str, FamilyRecord]] = {
             {f"base-{number}": f"stabilityai/stable-diffusion-xl-base-{number}" for number in ("1.0", "0.9")},
         ),
         ai_toolkit=("sdxl",),
+        more_target_presets=("all_layers",),
         ai_toolkit_switch="is_xl",
     ),
 }
@@ -162,6 +167,12 @@ def describe_experts(family: str | None) -> str:
     if not experts:
         return f'a model of family "{family}" has one denoiser'
     return f'the experts of family "{family}" are {" and ".join(experts)}'
+
+
+def target_presets_of(family: str | None) -> tuple[str, ...]:
+    """The presets of adapter targets of a family; those of all families if the family is not set."""
+    records = FAMILIES.values() if family is None else (FAMILIES[family],)
+    return tuple(dict.fromkeys((*TARGET_PRESETS, *(name for record in records for name in record.more_target_presets))))
 
 
 def layers_of(family: str) -> str:

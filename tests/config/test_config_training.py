@@ -230,3 +230,14 @@ def test_adapter_files_are_relative_to_the_configuration(load_text, tmp_path):
     tree = {"adapter": {"start_from": "a.safetensors", "high_noise": {"frozen": "b.safetensors"}}}
     adapter = load_text({"model": WAN, **tree}).config.adapter
     assert (adapter.start_from, adapter.high_noise.frozen) == (tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize("block", ["adapter", "adapter.high_noise"])
+def test_an_unknown_preset_of_adapter_targets_is_refused_before_the_model_is_read(refuse, block):
+    tree = {"model": {"family": "wan2.2", "path": "tiny"}, "adapter": {"targets": "attentoin"}}
+    if block != "adapter":
+        tree["adapter"] = {"high_noise": tree["adapter"]}
+    (problem,) = refuse(tree)
+    assert problem.startswith(f'{block}.targets: "attentoin" is not a preset; use "attention", "attention_mlp", ')
+    (problem,) = refuse({"model": {"family": "flux", "path": "tiny"}, "adapter": {"targets": "all_layers"}})
+    assert '"all_layers" is not a preset' in problem

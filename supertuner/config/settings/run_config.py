@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from supertuner.config.families import ALL_EXPERTS, describe_experts, expert_names, experts_of
+from supertuner.config.families import ALL_EXPERTS, describe_experts, expert_names, experts_of, target_presets_of
 from supertuner.config.settings.block import SettingsBlock, SettingsIssue
 from supertuner.config.settings.cache import ArenaSettings, CacheConfig
 from supertuner.config.settings.data import DatasetSettings, LoaderSettings
@@ -116,10 +116,23 @@ class RunConfig(SettingsBlock):
         if self.adapter.dora and base != "as_computed":
             message = f'"{base}" cannot be used with adapter.dora, which needs the original weights'
             yield SettingsIssue("model.base_weights", message, ("adapter.dora",))
+        yield from self._unknown_target_presets()
         for expert in expert_names():
             if expert in self.adapter.model_fields_set and expert not in experts_of(self.model.family):
                 message = f"does not exist: {describe_experts(self.model.family)}"
                 yield SettingsIssue(f"adapter.{expert}", message, ("model.family",))
+
+    def _unknown_target_presets(self) -> Iterator[SettingsIssue]:
+        presets = target_presets_of(self.model.family)
+        blocks = {
+            "adapter": self.adapter,
+            **{f"adapter.{name}": self.adapter.for_expert(name) for name in expert_names()},
+        }
+        for path, block in blocks.items():
+            if isinstance(block.targets, str) and block.targets not in presets:
+                allowed = ", ".join(f'"{preset}"' for preset in presets)
+                message = f'"{block.targets}" is not a preset; use {allowed}, or a list of suffixes of module names'
+                yield SettingsIssue(f"{path}.targets", message, ("model.family",))
 
     def _ramp_contradictions(self) -> Iterator[SettingsIssue]:
         ramp = self.gh200_optimizations

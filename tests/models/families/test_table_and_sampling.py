@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from supertuner.config.families import FAMILIES
+from supertuner.config.families import FAMILIES, target_presets_of
 from supertuner.core.errors import ModelError
 from supertuner.models.families.sampling_common import eval_with_autocast
 from supertuner.models.family_loader import FAMILY_BY_PIPELINE, load_family
@@ -70,3 +70,8 @@ def test_autocast_ends_after_a_forward_pass_that_fails() -> None:
         module(torch.full((1, 4), float("nan")))
     assert not torch.is_autocast_enabled("cpu")
     assert module.training and not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_the_table_lists_the_presets_of_each_family() -> None:
+    for name in FAMILIES:
+        assert set(load_family(name).target_presets) == set(target_presets_of(name)), name
