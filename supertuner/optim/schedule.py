@@ -170,18 +170,18 @@ def accumulation_steps(samples: int, batch_size: int, world_size: int) -> int:
 
 
 def ramp_text(ramp: BatchRamp, batch_size: int, world_size: int) -> str:
-    """The log line about a ramp. Its wording is that of the GH200 forks."""
+    """The log line about a ramp."""
     first, last = (accumulation_steps(size, batch_size, world_size) for size in (ramp.start, ramp.end))
     return (
-        f"GH200 gradient accumulation ramp enabled: effective batch size {ramp.start} -> {ramp.end} over "
+        f"gradient accumulation ramp enabled: effective batch size {ramp.start} -> {ramp.end} over "
         f"{ramp.samples} samples (gradient_accumulation_steps {first} -> {last})"
     )
 
 
 def ramp_change_text(size: int, batch_size: int, world_size: int) -> str:
-    """The log line about a window that is larger than the previous one. Its wording is that of the GH200 forks."""
+    """The log line about a window that is larger than the previous one."""
     count = accumulation_steps(size, batch_size, world_size)
-    return f"GH200 ramp adjusted effective batch size -> {size} (gradient_accumulation_steps -> {count})"
+    return f"ramp adjusted effective batch size -> {size} (gradient_accumulation_steps -> {count})"
 
 
 def _step_count(total: int, spans: tuple[EqualWindowSpan, ...]) -> int:

@@ -48,12 +48,17 @@ class PhaseCounters:
         if self.nbytes:
             parts.append(f"{bytes_text(self.nbytes / elapsed)}/s")
         elif self.items:
-            parts.append(f"{self.items / elapsed:,.0f} {self.noun}/s")
+            parts.append(f"{rate_text(self.items / elapsed)} {self.noun}/s")
         if self.ended_s is not None:
             return ", ".join([*parts, f"in {duration_text(elapsed)}"]) if parts else duration_text(elapsed)
         if (done := self.fraction_done()) > 0.0:  # the time left at the average pace so far
             parts.append(f"{duration_text(elapsed * (1.0 - done) / done)} left")
         return ", ".join(parts)
+
+
+def rate_text(rate: float) -> str:
+    """`1,234`, `12.3`, `0.0421`: three significant digits, so that a slow rate is not shown as 0."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def duration_text(seconds: float) -> str:

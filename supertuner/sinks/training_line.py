@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from supertuner.core.types import JSON
-from supertuner.sinks.phase_counters import duration_text
+from supertuner.sinks.phase_counters import duration_text, rate_text
 
 SMOOTHING = 0.98
 """Decay of the exponential means."""
@@ -86,7 +86,7 @@ class TrainingStatusLine:
         parts.append(f"window {last['samples_in_window']}")
         if self._samples_per_s.weight:
             pace = self._samples_per_s.value
-            parts.append(f"{pace:,.0f} samples/s" if pace >= 100 else f"{pace:.3g} samples/s")
+            parts.append(f"{rate_text(pace)} samples/s")
         return parts
 
 

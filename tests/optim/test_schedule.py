@@ -224,9 +224,9 @@ def test_experts_take_turns_for_a_fixed_number_of_steps() -> None:
 
 def test_the_log_lines_are_those_of_the_gh200_forks() -> None:
     assert ramp_text(BatchRamp(4, 32, 400), batch_size=1, world_size=1) == (
-        "GH200 gradient accumulation ramp enabled: effective batch size 4 -> 32 over 400 samples "
+        "gradient accumulation ramp enabled: effective batch size 4 -> 32 over 400 samples "
         "(gradient_accumulation_steps 4 -> 32)"
     )
     assert ramp_change_text(9, batch_size=2, world_size=2) == (
-        "GH200 ramp adjusted effective batch size -> 9 (gradient_accumulation_steps -> 3)"
+        "ramp adjusted effective batch size -> 9 (gradient_accumulation_steps -> 3)"
     )

@@ -158,3 +158,9 @@ def test_events_cannot_control_the_terminal() -> None:
         console.emit(NoteEvent("run", "one\ntwo\x1b[31m"))
     assert "\x1b" not in stream.getvalue() and "\x07" not in stream.getvalue()
     assert "key\\x1b[2J: text\\x1b]0;title\\x07" in stream.getvalue() and "one\ntwo\\x1b[31m" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("items", "rate"), [(1, "0.0167"), (90, "1.5"), (60_000, "1,000")])
+def test_a_slow_rate_is_not_shown_as_zero(items: int, rate: str) -> None:
+    counters = PhaseCounters("encoding", 0, 0, started_s=0.0, noun="entries", items=items)
+    assert f"{rate} entries/s" in counters.status_text(60.0)

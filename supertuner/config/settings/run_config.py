@@ -124,14 +124,12 @@ class RunConfig(SettingsBlock):
 
     def _unknown_target_presets(self) -> Iterator[SettingsIssue]:
         presets = target_presets_of(self.model.family)
-        blocks = {
-            "adapter": self.adapter,
-            **{f"adapter.{name}": self.adapter.for_expert(name) for name in expert_names()},
-        }
-        for path, block in blocks.items():
-            if isinstance(block.targets, str) and block.targets not in presets:
+        targets = {"adapter": self.adapter.targets}
+        targets |= {f"adapter.{name}": self.adapter.for_expert(name).targets or () for name in expert_names()}
+        for path, value in targets.items():
+            if isinstance(value, str) and value not in presets:
                 allowed = ", ".join(f'"{preset}"' for preset in presets)
-                message = f'"{block.targets}" is not a preset; use {allowed}, or a list of suffixes of module names'
+                message = f'"{value}" is not a preset; use {allowed}, or a list of suffixes of module names'
                 yield SettingsIssue(f"{path}.targets", message, ("model.family",))
 
     def _ramp_contradictions(self) -> Iterator[SettingsIssue]:

@@ -96,7 +96,7 @@ def make_samples(
         atomic_folder(folder, samples_folder_name(step), _is_identical) as new,
         preserve_training_state(modules),
         weights.applied(),
-        context.progress.phase(f"samples of step {step}", items=len(plan), noun="samples") as phase,
+        context.progress.phase(f"samples of step {step}", items=len(plan), noun="generated samples") as phase,
     ):
         sheet = SampleSheet(new, plan, context.run_dir.name, step, weights.label)
         for row, column, request in plan.requests():

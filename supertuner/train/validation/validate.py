@@ -111,7 +111,7 @@ def _precompute_samples(
     with (
         sample_images.preserve_training_state(_expert_modules(run).values()),
         weights.applied(),
-        run.context.progress.phase(title, items=len(plan), noun="samples") as phase,
+        run.context.progress.phase(title, items=len(plan), noun="generated samples") as phase,
     ):
         for _, _, request in plan.requests():
             frames.append(sampler.sample(request))
