@@ -110,8 +110,8 @@ class HuggingFaceSource:
         for folder in [self._root / name for name in names] or [self._root]:
             files = _read_object(folder / "state.json").get("_data_files")
             for file in files if isinstance(files, list) else []:
-                name = file.get("filename") if isinstance(file, dict) else None
-                self._require_inside(str(folder.relative_to(self._root) / str(name)), "state.json")
+                table = str(file.get("filename")) if isinstance(file, dict) else ""
+                self._require_inside(os.path.join(os.path.relpath(folder, self._root), table), "state.json")
 
     def _require_inside(self, name: str, source: str) -> None:
         if resolve_inside(self._root, name) is None:
