@@ -139,6 +139,6 @@ def test_any_exif_block_has_an_orientation_from_one_to_eight(content, mark):
 def test_a_header_with_millions_of_segments_is_refused_quickly():
     content = b"\xff\xd8" + b"\xff\xe0\x00\x02" * 5_000_000
     began = time.process_time()
-    with pytest.raises(BrokenMediaError, match="segments"):
+    with pytest.raises(BrokenMediaError, match="markers"):
         image_info(content)
     assert time.process_time() - began < 1

@@ -164,7 +164,11 @@ main({["adapter", *map(str, arguments)]!r})
     assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -signal.SIGKILL
     assert len(list(out.glob("y*"))) == 1, "files of two exports are never mixed"
     output = refused(capsys, *arguments[:6])
-    assert "y_high_noise.safetensors exists and " in output and "interrupted" in output and "overwrite both" in output
+    assert (
+        "y_high_noise.safetensors exists and " in output
+        and "interrupted" in output
+        and "replace both with --force" in output
+    )
     run(*arguments[:6], "--force")
     assert {path.name for path in out.iterdir()} == {"y_high_noise.safetensors", "y_low_noise.safetensors"}
 
@@ -181,7 +185,7 @@ def test_unknown_keys_stop_a_conversion_without_partial(tmp_path: Path, capsys: 
     unknown = {"lora_unet_blocks_0_mystery.lora_down.weight": random_tensor(2)}
     save_file(wan_lora(KEY_SCHEMES["kohya"], None) | unknown, tmp_path / "a.safetensors")
     output = refused(capsys, "convert", tmp_path / "a.safetensors", "--to", "original")
-    assert "6 of 7 keys matched" in output and "lora_unet_blocks_0_mystery" in output and "use partial" in output
+    assert "6 of 7 keys matched" in output and "lora_unet_blocks_0_mystery" in output and "set --partial" in output
     assert "6 of 7 keys matched" in run("convert", tmp_path / "a.safetensors", "--to", "original", "--partial")
 
 

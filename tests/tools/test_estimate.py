@@ -132,7 +132,7 @@ def test_checkpointing_needs_less_memory_and_more_time_unless_a_plan_is_followed
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"machine": "gh300"}, "there are gh200-96"),
+        ({"machine": "gh300"}, "one of gh200-96"),
         ({"what_ifs": ("train.batch_size",)}, "write key=value,value"),
         ({"what_ifs": ("train.batch_size=1,,2",)}, "a value is missing"),
     ],

@@ -107,7 +107,10 @@ def test_a_changed_frozen_adapter_is_found_on_resume(parent: TrainingForkServer,
     os.replace(other, below)
     assert parent.train(file, "--resume", older) == 1
     text = " ".join(parent.output().split())
-    assert "low_noise was trained with other tensors in the file of adapter.low_noise.frozen; restore that file" in text
+    assert (
+        "low_noise was trained with other tensors in the adapter file that adapter.low_noise.frozen names; restore"
+        in text
+    )
     assert artefacts(run) == before, "a refusal changes nothing"
     moved = config(tmp_path, "moved", **{**SHORT, "adapter": adapter})
     assert parent.train(moved, "--resume", older) == 0, parent.output()
