@@ -31,6 +31,7 @@ from supertuner.distributed.gradient_sum import ReplicatedGradientReduction
 from supertuner.memory.out_of_memory import explain_out_of_memory
 from supertuner.models.adapters.attach import RowShard, TrainableExpert
 from supertuner.models.blocks import named_blocks
+from supertuner.models.library_guards import exclusive_construction
 from supertuner.optim.optimizer_registry import OPTIMIZERS
 from supertuner.step.expert_swap import ExpertSwap
 from supertuner.step.parameter_state import HOST, ParameterState
@@ -79,6 +80,7 @@ class FsdpSharder:
     expert_swap: ExpertSwap | None = None
     """Moves idle experts to host memory; None: all stay on the device, or FSDP keeps them in host memory anyway."""
 
+    @exclusive_construction()
     def shard_expert(self, trainable: TrainableExpert) -> TrainableExpert:
         """Shard an expert whose module is not on the device yet. Returns it with this rank's parameters."""
         module = trainable.module

@@ -11,7 +11,7 @@ from torch import nn
 
 from supertuner.config.sources.problems import closest_match
 from supertuner.core.errors import ModelError
-from supertuner.models.library_logging import quiet_libraries
+from supertuner.models.library_guards import quiet_libraries
 
 ALIASES: Final[Mapping[str, str]] = {
     "sdpa": "native",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from supertuner.core.errors import ModelError
-from supertuner.models.library_logging import quiet_libraries
+from supertuner.models.library_guards import quiet_libraries
 from supertuner.models.meta_modules import PlaceholderTokenizer, build_without_weights
 from supertuner.models.pipeline_files import pipeline_folder, weight_files
 from supertuner.models.spec import Expert, ModelDescription
@@ -39,19 +41,36 @@ def load_module(model: ModelDescription, component: str, dtype: torch.dtype) -> 
     component_class = _component_class(model, component)
     folder = pipeline_folder(model.source, (component,))
     single_file = model.source.single_files.get(component)
+    where = single_file or folder / component
     for file in weight_files(model.source, folder, component):
         _check_weight_file(file)
-    with quiet_libraries(), torch.random.fork_rng(devices=[]):
+    with quiet_libraries(), _unchanged_random_state():
         try:
             if single_file is not None:
                 loaded = _from_single_file(component_class, single_file, folder, component, dtype)
             else:
                 loaded = _from_folder(component_class, model.source.variant, folder, component, dtype)
         except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, ImportError) as error:
-            where = single_file or folder / component  # an unsuitable config fails in any of these ways
+            # An unsuitable config fails in any of these ways.
             raise ModelError(f"{where} cannot be loaded as {component_class.__name__}: {_first_line(error)}") from error
-    align_tensors(loaded)
+        align_tensors(loaded)
+    require_values(loaded, f"{where}")
     return loaded.eval().requires_grad_(False)
+
+
+def require_values(module: nn.Module, source: str) -> None:
+    """ModelError if a parameter or a buffer is on the meta device: it has a shape, but no values."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    if empty := next((name for name, tensor in tensors if tensor.is_meta), None):
+        raise ModelError(f"{source} was not loaded completely: {empty} has no values; start again, and report this")
+
+
+def _unchanged_random_state() -> AbstractContextManager[None]:
+    """Restores torch's global random state after a load. Not in a thread beside training, because that would undo the
+    draws of training; a load from complete files draws nothing."""
+    if threading.current_thread() is threading.main_thread():
+        return torch.random.fork_rng(devices=[])
+    return nullcontext()
 
 
 def build_meta_module(model: ModelDescription, component: str) -> nn.Module:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from supertuner.core.errors import ModelError
 from supertuner.core.events import DecisionEvent
+from supertuner.models.library_guards import exclusive_construction
 
 TOLERANCE = {"int8": 0.02, "fp8": 0.06}
 """Largest relative error of a layer of random weights, in its output and its input's gradient. Measured: 0.6 % (int8)
@@ -43,6 +44,7 @@ class _QuantizedLinearFunction(torch.autograd.Function):
         return upstream[0] @ _dequantize(weight, upstream[0].dtype), None
 
 
+@exclusive_construction()
 def quantize_blocks(module: nn.Module, kind: Literal["int8", "fp8"], device: torch.device) -> DecisionEvent:
     """Quantize the linear layers in the module's numbered blocks, in place; they compute in their previous format.
 

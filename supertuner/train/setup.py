@@ -28,6 +28,7 @@ from supertuner.distributed.node import open_node_peers
 from supertuner.distributed.process_group import ProcessGroup, SingleProcess, rank_zero_first
 from supertuner.distributed.same_start import require_same_data, require_same_unsharded_weights, require_same_weights
 from supertuner.memory.out_of_memory import explain_out_of_memory
+from supertuner.models import loading
 from supertuner.models.adapters.attach import TrainableExpert
 from supertuner.models.adapters.existing_adapters import load_initial_values, merge_frozen
 from supertuner.models.fingerprint import fingerprint
@@ -350,4 +351,5 @@ def _load_trainable_expert(data: RunData, expert: Expert, device: torch.device) 
     if "start_from" in files:
         summary = load_initial_values(trainable, files["start_from"].layers, files["start_from"].path)
         sink.emit(NoteEvent("adapter.start_from", f"{expert.name}: {summary}"))
+    loading.require_values(trainable.module, expert.component)
     return trainable

@@ -15,8 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "supertuner"
 FILES = sorted(PACKAGE.rglob("*.py"))
 OURS = [*FILES, *sorted((ROOT / "benchmarks").glob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]
-# The one holder of process-wide state: set_uvm_hint_override() of the GH200 forks has no object as a parameter.
-HOLDER = ("supertuner/memory/hints/api.py", "_process is an object made at import")
+HOLDERS = (
+    # set_uvm_hint_override() of the GH200 forks has no object as a parameter
+    ("supertuner/memory/hints/api.py", "_process is an object made at import"),
+    # libraries replace functions of torch for the whole process while they load a model
+    ("supertuner/models/library_guards.py", "_construction_lock is mutable state of the module"),
+)
+"""The only process-wide state."""
 SKIPPED_FOLDERS = {".git", ".hypothesis", "node_modules", "quickstart", "runs"}
 
 
@@ -96,11 +101,11 @@ def test_no_error_is_swallowed() -> None:
     hold(violations(OURS, code_rules.swallowed))
 
 
-def test_no_module_keeps_state_but_the_one_holder_of_the_hints_override() -> None:
+def test_no_module_keeps_state_but_two() -> None:
     found = violations(FILES, code_rules.global_state)
-    holder = [line for line in found if line.startswith(HOLDER[0]) and line.endswith(HOLDER[1])]
-    assert len(holder) == 1
-    hold([line for line in found if line not in holder])
+    allowed = [line for line in found for file, end in HOLDERS if line.startswith(file) and line.endswith(end)]
+    assert len(allowed) == len(HOLDERS)
+    hold([line for line in found if line not in allowed])
 
 
 def test_the_environment_is_read_in_one_place() -> None:

@@ -211,7 +211,7 @@ class _ProcessHints:
 
 
 _process = _ProcessHints()
-"""The only process-wide state that the architecture tests allow (tests/architecture names it)."""
+"""Process-wide state, which the architecture tests allow only here and for the lock around loading models."""
 
 
 def set_uvm_hint_override(value: bool | None) -> None:

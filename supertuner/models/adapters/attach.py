@@ -30,6 +30,7 @@ from supertuner.models.adapters.layers import (
     settings_for_expert,
     summarize_names,
 )
+from supertuner.models.library_guards import exclusive_construction
 from supertuner.models.spec import Tensors
 
 __all__ = [
@@ -82,6 +83,7 @@ class TrainableExpert:
     """The shards if the parameters are sharded over processes; None: they are whole."""
 
 
+@exclusive_construction()
 def attach(
     module: nn.Module, settings: AdapterSettings, targets: Sequence[str], *, seed: int, name: str
 ) -> TrainableExpert:
@@ -177,6 +179,7 @@ def save_full_weights(expert: TrainableExpert, folder: Path, dtype: torch.dtype 
     sync_folder(folder)
 
 
+@exclusive_construction()
 def _unsharded_module(module: Any, values: Tensors) -> Any:
     """A module of the same class with these whole values; None if there are none, as on processes that do not write."""
     if not values:

@@ -20,6 +20,7 @@ from supertuner.models.adapters.attach import TrainableExpert, attach, load_trai
 from supertuner.models.adapters.keys_schemes import ALPHA
 from supertuner.models.adapters.layers import select_layers, summarize_names
 from supertuner.models.adapters.merge import changes_bias, merged_bias, merged_weight
+from supertuner.models.library_guards import exclusive_construction
 from supertuner.models.spec import Tensors
 
 PEFT_TO_LYCORIS: Final = {
@@ -98,6 +99,7 @@ def _initial_values(
     return values
 
 
+@exclusive_construction()
 def merge_frozen(module: nn.Module, layers: Mapping[str, Tensors], path: Path) -> str:
     """Merge the file's adapter into the module's weights, in fp32 and rounded once; return a line for the log."""
     modules = dict(module.named_modules())

@@ -14,7 +14,7 @@ import transformers
 from diffusers import AutoencoderKL
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from supertuner.models.library_logging import quiet_libraries
+from supertuner.models.library_guards import quiet_libraries
 
 VOCABULARY: Final = (
     "a", "an", "the", "of", "on", "in", "and", "with", "at", "to", "from", "is", "large", "small", "big", "tiny", "red",

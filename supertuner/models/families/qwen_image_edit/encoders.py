@@ -16,7 +16,7 @@ from transformers import BatchFeature, Qwen2VLImageProcessorPil
 from supertuner.core.errors import ModelError
 from supertuner.models import loading
 from supertuner.models.families.qwen_image.encoders import IMAGE_EDIT, last_hidden_state
-from supertuner.models.library_logging import quiet_libraries
+from supertuner.models.library_guards import quiet_libraries
 from supertuner.models.pipeline_files import pipeline_folder
 from supertuner.models.spec import ModelDescription, Tensors
 

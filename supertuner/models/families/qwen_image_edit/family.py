@@ -21,7 +21,7 @@ from supertuner.models.families.qwen_image_edit.encoders import build_text_encod
 from supertuner.models.families.qwen_image_edit.sampler import QwenEditSampler
 from supertuner.models.families.sampling_common import pipeline_components
 from supertuner.models.families.tiny_pipelines import build_pipeline
-from supertuner.models.library_logging import quiet_libraries
+from supertuner.models.library_guards import quiet_libraries
 from supertuner.models.pipeline_files import INDEX_NAME
 from supertuner.models.spec import ModelDescription, ModelSource, Tensors
 

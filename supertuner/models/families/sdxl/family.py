@@ -17,7 +17,7 @@ from supertuner.models.adapters.targets import SELF_ATTENTION, target_presets
 from supertuner.models.families import image_common, tiny_pipelines
 from supertuner.models.families.sampling_common import build_sampler
 from supertuner.models.families.text_common import CaptionEncoder, load_text_towers, stack_text
-from supertuner.models.library_logging import quiet_libraries
+from supertuner.models.library_guards import quiet_libraries
 from supertuner.models.objective.diffusion import timestep_index
 from supertuner.models.objective.snr import scheduler_alphas_cumprod
 from supertuner.models.pipeline_files import ConfigDict, read_pipeline
