@@ -26,6 +26,7 @@ class ThreadMark(NamedTuple):
 
 
 _ATTRIBUTE = "_supertuner_marks"
+_OPERATION = "_supertuner_operation"
 
 
 class _MarkedBlock:
@@ -40,13 +41,21 @@ class _MarkedBlock:
         self._marks: list[ThreadMark] = vars(threading.current_thread()).setdefault(_ATTRIBUTE, [])
         self._marks.append(self._mark)
 
-    def __exit__(self, *error: object) -> None:
-        self._marks.pop()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        mark = self._marks.pop()
+        if isinstance(error, RuntimeError) and mark.kind is MarkKind.WAITS_FOR_RANKS:
+            vars(error)[_OPERATION] = mark.task
 
 
 def waiting_for_other_ranks(operation: str) -> _MarkedBlock:
     """Mark a block in which this thread waits for other processes of the job: `with waiting_for_other_ranks("…"):`."""
     return _MarkedBlock(ThreadMark(MarkKind.WAITS_FOR_RANKS, operation))
+
+
+def failed_operation(error: BaseException) -> str | None:
+    """The wait for other ranks in which torch raised this error; None if it was raised elsewhere."""
+    operation: str | None = vars(error).get(_OPERATION)
+    return operation
 
 
 def waiting_for_thread(task: str) -> _MarkedBlock:

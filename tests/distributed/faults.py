@@ -10,11 +10,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from supertuner.api.session import open_session
 from supertuner.api.training import train_in_session
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.config.sources.load import load_config
 from supertuner.core.errors import StageError
+from supertuner.distributed import gradient_sum
 from tests.distributed.ranks import RankOutcome, launched_ranks
 from tests.distributed.runs import ActingSink, a_run, train
 from tests.train.runs import artefacts
@@ -83,3 +86,16 @@ def check_same(folder: Path, name: str) -> None:
     expected, found = artefacts(folder / "whole" / "run"), artefacts(folder / name / "run")
     assert sorted(found) == sorted(expected)
     assert [file for file in expected if found[file] != expected[file]] == []
+
+
+def interrupted_in_sum(place: LauncherEnvironment, path: Path, rank: int, bucket: int, number: int) -> int:
+    """Train; `rank` sends itself a signal before it sends its `bucket`-th bucket, while the others wait for its sum."""
+    start, count = gradient_sum._start_all_reduce, iter(range(bucket + 1))
+
+    def start_or_end(tensors: list[torch.Tensor]) -> gradient_sum._BucketInFlight:
+        if place.rank == rank and next(count, None) == bucket:
+            os.kill(os.getpid(), number)
+        return start(tensors)
+
+    gradient_sum._start_all_reduce = start_or_end
+    return train(place, path).step

@@ -17,6 +17,7 @@ from supertuner.core.errors import (
     SuperTunerError,
     TrainError,
 )
+from supertuner.core.waiting import waiting_for_other_ranks
 from supertuner.distributed.watchdog.collective_errors import TORCH_DISTRIBUTED_PREFIX, is_collective_failure
 from supertuner.train.validation.validate import _failure_ends_run
 
@@ -50,3 +51,16 @@ def test_too_little_memory_in_a_collective_is_not_a_lost_connection(words: str, 
     with pytest.raises(RuntimeError) as raised:
         names["gather"](words)
     assert is_collective_failure(raised.value) is broken
+
+
+def test_an_error_of_torch_in_a_wait_for_other_ranks_is_a_lost_connection() -> None:
+    """`Work.wait` raises without a frame of torch.distributed."""
+    for error, broken in (
+        (RuntimeError("Connection closed by peer"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), False),
+        (ValueError("not of torch"), False),
+    ):
+        with pytest.raises(type(error)), waiting_for_other_ranks("gradient all-reduce"):
+            raise error
+        assert is_collective_failure(error) is broken
+    assert not is_collective_failure(RuntimeError("elsewhere"))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.faults import LASTING, check_same, failing, killed_at
+from tests.distributed.faults import LASTING, check_same, failing, interrupted_in_sum, killed_at
 from tests.distributed.ranks import launched_ranks, run_launched
 from tests.distributed.runs import STEPS, a_run, train
 
@@ -41,3 +42,14 @@ def test_an_error_on_one_rank_ends_all_ranks_with_its_message(folder, rank):
     assert "failed: the disk is full; free some" in other
     assert [done.step for done in run_launched(2, train, path)] == [STEPS, STEPS]
     check_same(folder, f"failing-{rank}")
+
+
+@pytest.mark.parametrize(("ranks", "rank", "bucket"), [(2, 0, 0), (2, 1, 1), (2, 1, 6), (3, 2, 4)])
+def test_a_rank_killed_in_the_gradient_sum_is_named(folder, ranks, rank, bucket):
+    path = a_run(folder, f"in-sum-{ranks}-{rank}-{bucket}", ranks, checkpoints=LASTING)
+    with launched_ranks(ranks, interrupted_in_sum, path, rank, bucket, signal.SIGKILL) as begun:
+        outcomes = begun.ended()
+    first, *others = [outcomes[other].error or "" for other in range(ranks) if other != rank]
+    assert f"PeerError: rank {rank} (" in first and "is gone: it was killed" in first
+    assert all(error.endswith("SystemExit: 1\n") for error in others), "one rank of a node prints the message"
+    assert [done.step for done in run_launched(ranks, train, path)] == [STEPS] * ranks

@@ -7,11 +7,14 @@ import os
 import torch
 import torch.distributed as dist
 
+from supertuner.core.waiting import failed_operation
+
 TORCH_DISTRIBUTED_PREFIX = os.path.dirname(dist.__file__) + os.sep
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether a collective failed: the error, or one of its causes, was raised inside torch.distributed.
+    """Whether a collective failed: the error, or one of its causes, was raised inside torch.distributed, or in a block
+    that waits for other ranks. (`Work.wait` raises without a frame of torch.distributed.)
 
     An error there that reports too little memory is this process's own fault and does not count.
     """
@@ -29,6 +32,8 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def _from_collective(error: BaseException) -> bool:
+    if failed_operation(error) is not None:
+        return True
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename.startswith(TORCH_DISTRIBUTED_PREFIX):

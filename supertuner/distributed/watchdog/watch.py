@@ -111,13 +111,15 @@ class RankWatchdog:
             self._connection_lost.set()
             self._verdict_reached.wait(SILENCE_S / 2 if signal_name else DIAGNOSIS_S)
             replacement = self._explain_lost_connection(error, signal_name)
+            if replacement is not None:  # who made it has called _exit_soon with the cause
+                self._stopping.set()
+                return replacement
         else:
             self._publish_own_failure(failure := f"failed: {_first_lines(error)}")
             if self._reported_by_other_rank(failure):
                 replacement = SystemExit(getattr(error, "exit_code", 1))
         self._stopping.set()
-        if not isinstance(replacement, PeerError):  # their makers have called it
-            self._exit_soon(_first_lines(error))
+        self._exit_soon(_first_lines(error))
         return replacement
 
     def _explain_lost_connection(self, error: BaseException, signal_name: str | None) -> BaseException | None:
