@@ -90,6 +90,6 @@ def warn_unused_samples(corpus: Corpus, sink: Sink) -> None:
     unused_groups = corpus.order.never_drawn()
     if unused_groups:
         count = sum(len(group.sample_indices) for group in unused_groups)
-        limit = f"train.batch_size each {corpus.order.batch_size}"
+        limit = f"{corpus.order.batch_size} samples each (train.batch_size)"
         text = f"{count} samples are never used: their {len(unused_groups)} buckets have fewer than {limit}"
         sink.emit(WarningEvent("loader.drop_last", text))

@@ -85,7 +85,7 @@ class ConsoleSink(CloseOnExit):
             self.print_above(decisions_table([(d.what, d.value, d.reason) for d in decisions]))
         else:
             for d in decisions:
-                self.print_above(Text(f"decided {d.what} = {value_text(d.value)}: {d.reason}"))
+                self.print_above(Text(escape_lines(f"decided {d.what} = {value_text(d.value)}: {d.reason}")))
 
     def close(self) -> None:
         self._training.stop()
@@ -232,7 +232,7 @@ def decisions_table(decisions: list[tuple[str, JSON, str]]) -> Table:
     table.add_column("value", style="bold", overflow="fold")
     table.add_column("why", overflow="fold", ratio=1)
     for what, value, reason in decisions:
-        table.add_row(Text(what), Text(value_text(value)), Text(reason))
+        table.add_row(*(Text(escape_lines(text)) for text in (what, value_text(value), reason)))
     return table
 
 

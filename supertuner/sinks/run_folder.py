@@ -133,6 +133,9 @@ class RunFolder:
         try:
             return read(file)
         except RunFolderError as error:
+            if not os.path.lexists(file):
+                self.damaged_records += (f"{file} is missing",)
+                return []
             while os.path.lexists(aside := self.path / f"{name}.damaged-{number}"):
                 number += 1
             os.rename(file, aside)

@@ -156,6 +156,7 @@ def test_events_cannot_control_the_terminal() -> None:
     with ConsoleSink(RichConsole(file=stream, width=200)) as console:
         console.emit(WarningEvent("key\x1b[2J", "text\x1b]0;title\x07"))
         console.emit(NoteEvent("run", "one\ntwo\x1b[31m"))
+        console.emit(DecisionEvent("datasets[\x1b[5m]", "\x1b[7m", "because\x07"))
     assert "\x1b" not in stream.getvalue() and "\x07" not in stream.getvalue()
     assert "key\\x1b[2J: text\\x1b]0;title\\x07" in stream.getvalue() and "one\ntwo\\x1b[31m" in stream.getvalue()
 

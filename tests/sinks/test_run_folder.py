@@ -365,3 +365,13 @@ def test_all_files_of_a_run_follow_the_umask(tmp_path: Path, umask: int) -> None
         os.umask(before)
     modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "run").iterdir()}
     assert set(modes.values()) == {0o666 & ~umask}, modes
+
+
+def test_a_run_whose_decisions_are_missing_continues(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "cats", config()):
+        pass
+    (tmp_path / "run/decisions.json").unlink()
+    with RunFolder(tmp_path / "run", "cats", config()) as folder:
+        assert folder.damaged_records == (f"{tmp_path / 'run/decisions.json'} is missing",)
+        folder.emit(DecisionEvent("workers", 4, "CPUs"))
+    assert [d["value"] for d in json.loads((tmp_path / "run/decisions.json").read_text())] == [4]

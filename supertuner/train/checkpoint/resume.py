@@ -199,7 +199,7 @@ def _require_same_initial_weights(run: TrainingRun, loaded: LoadedCheckpoint) ->
 
 def _log_position(loaded: LoadedCheckpoint, name: str) -> tuple[int, str]:
     match loaded.state.get(name):
-        case [int(nbytes), str(digest)]:
+        case [int(nbytes), str(digest)] if nbytes >= 0:
             return nbytes, digest
         case other:
             problem = f"{name} in state.json is {other!r}, not bytes and a checksum"

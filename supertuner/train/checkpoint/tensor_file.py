@@ -260,6 +260,7 @@ def _byte_chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 def _read_chunks(fd: int, tensor: Tensor, offset: int) -> Iterator[memoryview]:
     """Read the bytes from `offset` on into a contiguous tensor; yields each chunk after it is read."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", "the bytes would be read into a copy"
     for chunk in _byte_chunks(tensor):
         done = read_all(fd, chunk, offset)
         if done < len(chunk):
