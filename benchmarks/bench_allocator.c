@@ -53,7 +53,7 @@ int main(int count, char **arguments)
         if (!supertuner_alloc_gpu_first(4096, 0, NULL))
             return 3;
     struct contexts contexts = {0};
-    if (enter_counting(0, &contexts, &states[0].said.refused_driver)) /* the context stays current, as in torch */
+    if (enter_context_counting(0, &contexts, &states[0].stats.refused_driver)) /* the context stays current, as in torch */
         return 4;
     for (long round = -1; round < rounds; round++) { /* the first round warms up */
         double begin = now_ns();
@@ -64,5 +64,5 @@ int main(int count, char **arguments)
         if (round >= 0)
             printf("%.1f %.1f\n", (middle - begin) / (double)pairs, (end - middle) / (double)pairs);
     }
-    return states[0].said.segments[managed ? MANAGED : DEVICE] == (uint64_t)live_segments ? 0 : 5;
+    return states[0].stats.segments[managed ? MANAGED : DEVICE] == (uint64_t)live_segments ? 0 : 5;
 }

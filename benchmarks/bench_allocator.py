@@ -60,11 +60,11 @@ def _rows() -> list[ClaimRow]:
                 pairs = rounds_of(program, live, managed)
                 over_us = [(plugin - driver) / 1e3 / 2 for driver, plugin in pairs]
                 own[live] = statistics.median(over_us)
-                name = f"{kind} memory, {live:,} live: over the driver, each call"
+                name = f"overflow allocator, {kind} memory, {live:,} live segments: a call beyond the driver's own"
                 found.append(at_most(name, spread(over_us), LIMIT_US, unit="µs"))
-                found.append(noted(f"{kind} memory, {live:,} live: pair by plugin / by driver", _ratio(pairs)))
+                found.append(noted(f"… {live:,} live: a pair of calls by plugin / by driver", _ratio(pairs)))
             grown_us = own[LIVE[-1]] - own[LIVE[0]]
-            name = f"{kind} memory, {LIVE[-1]:,} live: over {LIVE[0]} live, each call"
+            name = f"overflow allocator, {kind} memory, {LIVE[-1]:,} live segments compared with {LIVE[0]}, a call"
             found.append(at_most(name, grown_us, FLAT_LIMIT_US, unit="µs"))
     return found
 

@@ -98,10 +98,15 @@ def million_rows(home: ArenaHome) -> list[ClaimRow]:
     )
     taken = attach_ms(home, "million")
     spread = FigureSpread(statistics.median(taken), min(taken), max(taken))
-    rows = [at_most("attach to a million records", spread, ATTACH_LIMIT_MS, unit="ms")]
+    rows = [at_most("attaching to an arena of a million records, all validated", spread, ATTACH_LIMIT_MS, unit="ms")]
     if payload:
         rows.append(
-            at_most("Private_Dirty, a million records", epoch_apart(home, "million"), DIRTY_LIMIT_MB, unit="MB")
+            at_most(
+                "Private_Dirty of a further process, a million records",
+                epoch_apart(home, "million"),
+                DIRTY_LIMIT_MB,
+                unit="MB",
+            )
         )
     home.remove("million")
     return rows
@@ -113,7 +118,12 @@ def sample_rows(home: ArenaHome) -> list[ClaimRow]:
         build(home, "samples", count, os.urandom(SAMPLE_NBYTES))
         size = f"{count * SAMPLE_NBYTES / 1e6:.0f} MB"
         rows.append(
-            at_most(f"Private_Dirty, {size} of 100 KB samples", epoch_apart(home, "samples"), DIRTY_LIMIT_MB, unit="MB")
+            at_most(
+                f"Private_Dirty of a further process, {size} of 100 KB samples, with its batch of 6 MB",
+                epoch_apart(home, "samples"),
+                DIRTY_LIMIT_MB,
+                unit="MB",
+            )
         )
         home.remove("samples")
     return rows

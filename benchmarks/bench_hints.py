@@ -48,7 +48,7 @@ def rows() -> list[ClaimRow]:
         {"hints": repeated(lambda: hints.place_batch(batch)), "look-ups": repeated(bare(batch))}, rounds=ROUNDS
     )
     return [
-        at_most("hints for a batch of 8 tensors, repeated", micro(timings["hints"]), LIMIT_US, unit="µs"),
+        at_most("residency hints of a batch of 8 tensors, repeated", micro(timings["hints"]), LIMIT_US, unit="µs"),
         noted("times a bare loop of dictionary look-ups", paired(timings["hints"], timings["look-ups"])),
     ]
 

@@ -71,7 +71,7 @@ def overhead() -> ClaimRow:
     say(f"ours {times['ours']}, bare {times['bare']} for {STEPS} steps of {MICRO} micro-batches of {BATCH}")
     middle = sorted(beyond)[len(beyond) // 2]
     return at_most(
-        "loop, beyond a bare loop, per micro-batch",
+        "the training loop beyond a bare PyTorch loop, per micro-batch of 8",
         FigureSpread(middle, min(beyond), max(beyond)),
         OVERHEAD_LIMIT_MS,
         unit="ms",
@@ -99,7 +99,7 @@ def waiting() -> ClaimRow:
     shares = [100 * seconds / STEP_S for seconds in waited[1:]]  # nothing overlaps with the first batch
     mean = sum(shares) / len(shares)
     return at_most(
-        "waiting for data, share of a 50 ms step", FigureSpread(mean, min(shares), max(shares)), WAIT_LIMIT, unit="%"
+        "waiting for data, share of a step of 50 ms", FigureSpread(mean, min(shares), max(shares)), WAIT_LIMIT, unit="%"
     )
 
 

@@ -109,7 +109,7 @@ def attach_rows() -> list[ClaimRow]:
                 taken.append((time.perf_counter() - begin) * 1e3)
                 staged.close()
     spread = FigureSpread(sorted(taken)[len(taken) // 2], min(taken), max(taken))
-    return [at_most("attach of a rank to a staged set of a million samples", spread, ATTACH_LIMIT_MS, unit="ms")]
+    return [at_most("attaching a rank to a staged dataset of a million samples", spread, ATTACH_LIMIT_MS, unit="ms")]
 
 
 def memory_rows() -> list[ClaimRow]:

@@ -48,7 +48,12 @@ def rows() -> list[ClaimRow]:
 
 
 def run_rank(folder: str, answer: Path) -> None:
-    settings = {"adapter": {"type": "full"}, "parallel": {"strategy": "fsdp"}, "model": {"experts": "low_noise"}}
+    settings = {
+        "adapter": {"type": "full"},
+        "parallel": {"strategy": "fsdp"},
+        "model": {"experts": "low_noise"},
+        "exports": {"when": "never"},
+    }
     with opened_run("shards", Path(folder), place_here(), MICRO, **settings) as run:
         _lighten(run)
         measure(run, _bare(run), MICRO, answer)

@@ -164,8 +164,8 @@ def _claims(size: str, found: dict[str, list[dict[str, float]]], total: int) -> 
     share = _ratio(found["plain"], ours, "seconds")
     peak = _spread([(one["result"] + one["growth"]) / one["result"] for one in ours])
     return [
-        at_least(f"staging {size} files, share of a plain read", share, SPEED_LIMIT, note=note),
-        at_most(f"staging {size} files, peak memory, share of stored", peak, MEMORY_LIMIT),
+        at_least(f"staging {size} files, share of a plain multi-threaded read", share, SPEED_LIMIT, note=note),
+        at_most(f"staging {size} files, peak memory relative to stored bytes", peak, MEMORY_LIMIT),
     ]
 
 

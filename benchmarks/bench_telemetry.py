@@ -49,7 +49,7 @@ def one_sample() -> ClaimRow:
         ours.sample()
         figure = percent([each_s(lambda _: ours.sample(), CALLS) for _ in range(ROUNDS)])
         say(f"a sample of {len(ours.sample())} figures takes {seconds_text(figure.median / 100 * STEP_S)}")
-    return at_most("a sample, share of a 50 ms step", figure, LIMIT_PERCENT, unit="%")
+    return at_most("one telemetry sample, share of a step of 50 ms", figure, LIMIT_PERCENT, unit="%")
 
 
 def one_event(folder: Path) -> ClaimRow:
@@ -62,7 +62,7 @@ def one_event(folder: Path) -> ClaimRow:
                 begin = time.perf_counter()
                 ours.emit(sink, step)
                 seconds.append(time.perf_counter() - begin)
-    return noted("a sample, its JSON line and its scalars, share of one 50 ms step", percent(seconds[2:]), unit="%")
+    return noted("… with its JSON line and its scalars, share of one 50 ms step", percent(seconds[2:]), unit="%")
 
 
 class TimedSink:
