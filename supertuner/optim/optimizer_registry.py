@@ -17,12 +17,16 @@ from torch import nn
 from supertuner.config.settings.optim import DEFAULT_MAX_LR, DEFAULT_MIN_LR, OptimizerSettings
 from supertuner.core.errors import TrainError
 from supertuner.optim.automagic.optimizer import Automagic
-from supertuner.optim.automagic.packed_rates import LearningRateLimits, LearningRateSpread, PackedRates
+from supertuner.optim.automagic.packed_rates import LearningRateSpread, PackedRates
 from supertuner.optim.automagic.parameter_batches import state_shapes
+from supertuner.optim.automagic.rate_grid import LearningRateLimits
+from supertuner.optim.lion import Lion
 
 Shape: TypeAlias = tuple[int, ...]
 TorchOptimizer: TypeAlias = "torch.optim.Optimizer"
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+SCHEDULE_FREE_BETA = 0.9
+"""β₁ of AdamWScheduleFree: its package's default."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -39,6 +43,22 @@ class OptimizerInputs:
     @property
     def weights(self) -> list[nn.Parameter]:
         return list(self.parameters.values())
+
+    def moments(self, beta1: float, beta2: float, epsilon: float | None = None) -> dict[str, Any]:
+        """The arguments `betas` and `eps` of an optimizer with these defaults; no `eps` if it has none."""
+        configured = self.settings
+        betas = (
+            beta1 if configured.beta1 is None else configured.beta1,
+            beta2 if configured.beta2 is None else configured.beta2,
+        )
+        if epsilon is None:
+            return {"betas": betas}
+        return {"betas": betas, "eps": epsilon if configured.epsilon is None else configured.epsilon}
+
+    @property
+    def rates(self) -> dict[str, Any]:
+        """The arguments `lr` and `weight_decay`."""
+        return {"lr": self.learning_rate, "weight_decay": self.weight_decay}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +110,13 @@ class ExpertOptimizer:
     def averaged_weights(self) -> dict[str, torch.Tensor] | None:
         """Copies of the weights to validate and to export; None if these are the trained parameters.
 
-        Schedule-free (Defazio et al., arXiv 2405.15682) trains y; the weights to evaluate are the average x. Its
-        optimizer stores z, from which x = y + (1 - 1/β₁)(z - y). The package's own `eval()` and `train()` convert the
-        parameters in place, and the conversion back does not restore the same bits.
+        The package's own `eval()` and `train()` convert the parameters in place, and the conversion back does not
+        restore the same bits.
         """
         if self.name != "schedule_free":
             return None
-        beta = self.torch_optimizer.param_groups[0]["betas"][0]
         states = {name: self.torch_optimizer.state.get(p, {}) for name, p in self.parameters.items()}
-        return {
-            name: p.lerp(states[name]["z"].to(p.device), 1 - 1 / beta) if "z" in states[name] else p.detach().clone()
-            for name, p in self.parameters.items()
-        }
+        return {name: schedule_free_average(p.detach(), states[name].get("z")) for name, p in self.parameters.items()}
 
     def _compiler_stance(self) -> AbstractContextManager[Any]:
         """Switches off torch.compile for torchao on a CPU: compiling its step would take half a minute and a C++
@@ -109,6 +124,12 @@ class ExpertOptimizer:
         if self.name == "adamw8bit" and all(p.device.type == "cpu" for p in self.parameters.values()):
             return cast("AbstractContextManager[Any]", torch.compiler.set_stance("force_eager"))
         return nullcontext()
+
+
+def schedule_free_average(parameter: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
+    """A copy of the weight to evaluate. Schedule-free (Defazio et al., arXiv 2405.15682) trains y and stores z; the
+    weight to evaluate is the average x = y + (1 - 1/β₁)(z - y). Before the first step there is no z."""
+    return parameter.clone() if z is None else parameter.lerp(z.to(parameter.device), 1 - 1 / SCHEDULE_FREE_BETA)
 
 
 def build_optimizer(
@@ -175,9 +196,8 @@ def _configured_learning_rate(settings: OptimizerSettings, expert: str) -> float
 
 def _adamw(inputs: OptimizerInputs) -> TorchOptimizer:
     fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in inputs.weights)
-    return torch.optim.AdamW(
-        inputs.weights, lr=inputs.learning_rate, weight_decay=inputs.weight_decay, fused=fused, foreach=not fused
-    )
+    moments = inputs.moments(0.9, 0.999, 1e-8)
+    return torch.optim.AdamW(inputs.weights, **inputs.rates, **moments, fused=fused, foreach=not fused)
 
 
 def _adamw8bit(inputs: OptimizerInputs) -> TorchOptimizer:
@@ -185,19 +205,19 @@ def _adamw8bit(inputs: OptimizerInputs) -> TorchOptimizer:
         from torchao.optim import AdamW8bit
     except ImportError as error:
         raise TrainError(f'optimizer.name "adamw8bit" needs torchao ({error}); install it, or use "adamw"') from error
-    optimizer: TorchOptimizer = AdamW8bit(inputs.weights, lr=inputs.learning_rate, weight_decay=inputs.weight_decay)
+    optimizer: TorchOptimizer = AdamW8bit(inputs.weights, **inputs.rates, **inputs.moments(0.9, 0.999, 1e-8))
     return optimizer
 
 
 def _adafactor(inputs: OptimizerInputs) -> TorchOptimizer:
     # Without foreach, which would need more memory; saving memory is the point of Adafactor.
-    return torch.optim.Adafactor(inputs.weights, lr=inputs.learning_rate, weight_decay=inputs.weight_decay)
+    return torch.optim.Adafactor(inputs.weights, **inputs.rates)
 
 
 def _prodigy(inputs: OptimizerInputs) -> TorchOptimizer:
     from prodigyopt import Prodigy
 
-    optimizer: TorchOptimizer = Prodigy(inputs.weights, lr=inputs.learning_rate)
+    optimizer: TorchOptimizer = Prodigy(inputs.weights, lr=inputs.learning_rate, **inputs.moments(0.9, 0.999, 1e-8))
     for group in optimizer.param_groups:
         group["weight_decay"] = inputs.weight_decay  # not as an argument: the constructor prints a message then
     return optimizer
@@ -206,10 +226,16 @@ def _prodigy(inputs: OptimizerInputs) -> TorchOptimizer:
 def _schedule_free(inputs: OptimizerInputs) -> TorchOptimizer:
     from schedulefree import AdamWScheduleFree
 
-    schedule_free = AdamWScheduleFree(inputs.weights, lr=inputs.learning_rate, weight_decay=inputs.weight_decay)
+    moments = inputs.moments(SCHEDULE_FREE_BETA, 0.999, 1e-8)
+    moments["betas"] = (SCHEDULE_FREE_BETA, moments["betas"][1])  # `schedule_free_average` needs the first
+    schedule_free = AdamWScheduleFree(inputs.weights, **inputs.rates, **moments)
     schedule_free.train()
     optimizer: TorchOptimizer = schedule_free
     return optimizer
+
+
+def _lion(inputs: OptimizerInputs) -> TorchOptimizer:
+    return Lion(inputs.weights, **inputs.rates, **inputs.moments(0.9, 0.99))
 
 
 def _automagic(inputs: OptimizerInputs) -> TorchOptimizer:
@@ -240,6 +266,10 @@ def _schedule_free_shapes(p: nn.Parameter) -> dict[str, tuple[Shape, ...]]:
     return {"z": (tuple(p.shape),), "exp_avg_sq": (tuple(p.shape),)}
 
 
+def _lion_shapes(p: nn.Parameter) -> dict[str, tuple[Shape, ...]]:
+    return {"exp_avg": (tuple(p.shape),)}
+
+
 def _automagic_shapes(p: nn.Parameter) -> dict[str, tuple[Shape, ...]]:
     return {key: ((length,),) for key, (length, _) in state_shapes(p.shape, PackedRates(DEFAULT_LIMITS)).items()}
 
@@ -254,6 +284,8 @@ OPTIMIZERS = {
     # Prodigy estimates the learning rate; the setting is a factor on its estimate.
     "prodigy": OptimizerSpec(_prodigy, 1.0, 0.0, _prodigy_shapes),
     "schedule_free": OptimizerSpec(_schedule_free, 5e-4, 0.0, _schedule_free_shapes, elementwise=True),
+    # Lion's updates all have the size of the learning rate: it needs a third to a tenth of AdamW's (arXiv 2302.06675).
+    "lion": OptimizerSpec(_lion, 3e-5, 1e-2, _lion_shapes, elementwise=True),
     # The setting is the initial learning rate of every weight.
     "automagic": OptimizerSpec(_automagic, DEFAULT_LIMITS.start, 0.0, _automagic_shapes),
 }

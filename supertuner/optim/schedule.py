@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 from supertuner.config.settings.run_config import RunConfig
 
-LrScheduleKind: TypeAlias = Literal["constant", "cosine", "linear"]
+LrScheduleKind: TypeAlias = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +143,37 @@ def build_training_schedule(
     return TrainingSchedule(ramp, total, _step_count(total, spans), end_reason, spans)
 
 
-def learning_rate_factor(step: int, total_steps: int, kind: LrScheduleKind, warmup: int) -> float:
+def learning_rate_factor(
+    step: int,
+    total_steps: int,
+    kind: LrScheduleKind,
+    warmup: int,
+    end: float = 0.0,
+    power: float = 1.0,
+    cycles: int = 1,
+) -> float:
     """The factor on the learning rate at optimizer step s = `step` (the first is 0) of n steps with w warm-up steps.
 
     Warm-up, s < w:   (s + 1) / w. The first step has a rate above zero, the last warm-up step the full rate.
-    Afterwards:       with u = (s - w) / (n - w): constant 1; linear 1 - u; cosine (1 + cos πu) / 2.
+    Afterwards:       e + (1 - e) · f(u) with e = `end` and u = (s - w) / (n - w):
+                      linear 1 - u; polynomial (1 - u)^`power`; cosine (1 + cos πu) / 2; cosine_with_restarts the
+                      cosine of the fraction of `cycles` · u. The constant rate is 1.
 
-    Linear and cosine reach 0 at s = n, the end of the run.
+    All but the constant rate reach `end` at s = n, the end of the run.
     """
     if step < warmup:
         return (step + 1) / warmup
     if kind == "constant":
         return 1.0
-    decay_progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    return 1.0 - decay_progress if kind == "linear" else (1.0 + math.cos(math.pi * decay_progress)) / 2
+    done, falling_steps = step - warmup, max(1, total_steps - warmup)
+    if kind == "cosine_with_restarts" and done < falling_steps:
+        done = cycles * done % falling_steps  # in whole numbers, so that no restart is late by a rounding error
+    progress = min(1.0, done / falling_steps)
+    if kind in ("linear", "polynomial"):
+        shape = math.pow(1.0 - progress, power if kind == "polynomial" else 1.0)
+    else:
+        shape = (1.0 + math.cos(math.pi * progress)) / 2
+    return end + (1.0 - end) * shape
 
 
 def active_expert_index(step: int, experts: int, every: int) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 
 from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.core.errors import TrainError
-from supertuner.optim.automagic.packed_rates import LearningRateLimits
+from supertuner.optim.automagic.rate_grid import LearningRateLimits
 from supertuner.optim.optimizer_registry import OPTIMIZERS, automagic_limits, build_optimizer, learning_rate_for
 from tests.optim.optimizer_builders import NAMES, build_named_optimizer, build_weights, same_bits, train_steps
 
@@ -171,3 +171,27 @@ def test_reading_averaged_weights_changes_no_bit_of_the_training() -> None:
         for copy in (read.averaged_weights() or {}).values():
             copy.zero_()  # the result is a copy, so changing it has no effect
     assert same_bits(unread.parameters, read.parameters)
+
+
+def test_lion_steps_by_the_sign_of_its_average_of_gradients() -> None:
+    weight = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    optimizer = build_named_optimizer("lion", {"w": weight}, learning_rate=0.1, weight_decay=0.5)
+    optimizer.set_learning_rate(0.1)
+    average, expected = torch.zeros(3), weight.detach().clone()
+    for gradient in (torch.tensor([0.5, -1.0, 0.0]), torch.tensor([-0.01, 4.0, 1.0])):
+        weight.grad = gradient.clone()
+        optimizer.step()
+        expected = expected - 0.1 * (torch.sign(0.9 * average + 0.1 * gradient) + 0.5 * expected)
+        average = 0.99 * average + 0.01 * gradient
+        assert torch.allclose(weight.detach(), expected)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "prodigy", "schedule_free", "lion"])
+def test_betas_and_epsilon_come_from_the_settings(name: str) -> None:
+    settings = {} if name == "lion" else {"epsilon": 1e-6}
+    optimizer = build_named_optimizer(name, build_weights(), beta1=0.8, beta2=0.95, **settings)
+    group = optimizer.torch_optimizer.param_groups[0]
+    assert tuple(group["betas"]) == (0.9 if name == "schedule_free" else 0.8, 0.95)
+    assert group.get("eps") == settings.get("epsilon")
+    defaults = build_named_optimizer(name, build_weights()).torch_optimizer.param_groups[0]["betas"]
+    assert tuple(defaults) == (0.9, 0.99 if name == "lion" else 0.999)

@@ -191,22 +191,40 @@ def test_spans_give_the_size_of_every_window(ramp: BatchRamp, at: int) -> None:
         begin += part.window_size
 
 
-@given(st.integers(1, 500), st.integers(0, 50), st.sampled_from(["constant", "cosine", "linear"]))
+@given(
+    st.integers(1, 500),
+    st.integers(0, 50),
+    st.sampled_from(["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"]),
+)
 def test_learning_rates_rise_linearly_and_then_follow_their_curve(
     total: int, warmup: int, kind: LrScheduleKind
 ) -> None:
     for step in range(total):
-        factor = learning_rate_factor(step, total, kind, warmup)
+        factor = learning_rate_factor(step, total, kind, warmup, power=2.0, cycles=1)
         if step < warmup:
             assert factor == pytest.approx((step + 1) / warmup)
             continue
         done = (step - warmup) / (total - warmup)
-        expected = {"constant": 1.0, "linear": 1 - done, "cosine": math.cos(math.pi * done / 2) ** 2}[kind]
-        assert factor == pytest.approx(expected, abs=1e-12)
+        cosine = math.cos(math.pi * done / 2) ** 2
+        curves = {"constant": 1.0, "linear": 1 - done, "cosine": cosine, "polynomial": (1 - done) ** 2}
+        assert factor == pytest.approx(curves.get(kind, cosine), abs=1e-12)
         assert 0 < factor <= 1  # no step has a rate of zero
 
 
-@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_a_rate_with_restarts_falls_as_often_as_it_has_cycles() -> None:
+    factors = [learning_rate_factor(step, 110, "cosine_with_restarts", 10, cycles=4) for step in range(10, 110)]
+    assert factors[:25] == factors[25:50] == factors[50:75] == factors[75:]
+    assert factors[0] == 1.0 and factors[:25] == sorted(factors[:25], reverse=True)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "cosine_with_restarts", "polynomial"])
+def test_a_falling_rate_ends_at_the_end_factor(kind: LrScheduleKind) -> None:
+    factors = [learning_rate_factor(step, 50, kind, 5, end=0.2, power=3.0, cycles=2) for step in range(51)]
+    assert factors[5] == 1.0 and factors[50] == pytest.approx(0.2)
+    assert all(0.2 < factor <= 1.0 for factor in factors[4:50])
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "cosine_with_restarts", "polynomial"])
 def test_decaying_rates_are_zero_at_the_end_of_the_run_and_after_it(kind: LrScheduleKind) -> None:
     assert learning_rate_factor(100, 100, kind, 10) == pytest.approx(0, abs=1e-15)
     assert learning_rate_factor(150, 100, kind, 10) == pytest.approx(0, abs=1e-15)

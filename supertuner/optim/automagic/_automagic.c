@@ -23,8 +23,10 @@ struct step {
     uint8_t *new_signs;                       /* scratch: as many as signs */
     int64_t rows, columns, padded;
     float share; /* 1 - beta2 */
-    float epsilon, clip, factor, decay, lowest;
-    int32_t top, first; /* first: there is no last update to compare with */
+    float epsilon, clip, factor, decay;
+    float lowest, highest, offset; /* the grid of rates, as rate_grid.py describes it; in units */
+    int32_t top, split, bump;      /* the highest code; the grid's `split` and `step` */
+    int32_t first;                 /* there is no last update to compare with */
 };
 
 INLINE float total(float *lanes) {
@@ -73,18 +75,23 @@ INLINE void move(const float *restrict g, const float *restrict updates, float *
                  uint8_t *restrict low, uint8_t *restrict high, const uint8_t *restrict signs,
                  uint8_t *restrict new_signs, int plane, const struct step *s, int64_t n) {
     const int pair = plane / 2 * 2;
-    const int32_t live = !s->first, top = s->top;
-    const float lowest = s->lowest, decay = s->decay;
+    const int32_t bump = s->first ? 0 : s->bump, top = s->top, split = s->split;
+    const float lowest = s->lowest, highest = s->highest, offset = s->offset, decay = s->decay;
     for (int64_t i = 0; i < n; i++) {
         int32_t negative = g[i] < 0.0f, some = g[i] != 0.0f;
         int32_t differs = negative ^ (signs[i] >> plane & 1);
-        int32_t code = low[i] + (high[i] >> pair & 3) * 256 + live * some * (1 - 2 * differs);
+        int32_t moved = (some - 2 * (some & differs)) * bump;
+        int32_t code = low[i] + (high[i] >> pair & 3) * 256 + moved;
+        code += code < split ? moved : 0;
         code = code < 0 ? 0 : code;
         code = code > top ? top : code;
+        int32_t doubled = code < split ? code : split;
+        float rate = (float)(code - ((doubled + 1) >> 1)) + (float)(doubled & 1) * offset + lowest;
+        rate = rate > highest ? highest : rate;
         low[i] = (uint8_t)code;
         high[i] = (uint8_t)((high[i] & ~(3 << pair)) | code >> 8 << pair);
         new_signs[i] = (uint8_t)(new_signs[i] | negative << plane);
-        weights[i] -= (updates[i] + decay * weights[i]) * ((float)code + lowest);
+        weights[i] -= (updates[i] + decay * weights[i]) * rate;
     }
 }
 

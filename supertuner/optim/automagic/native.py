@@ -21,8 +21,8 @@ from supertuner.optim.automagic.workspace import padded_count
 POINTERS = ("gradient", "weights", "row", "column", "low", "high", "signs")
 SCRATCH_POINTERS = ("row_factor", "column_factor", "sums", "new_signs")
 SIZES = ("rows", "columns", "padded")
-NUMBERS = ("share", "epsilon", "clip", "factor", "decay", "lowest")
-FLAGS = ("top", "first")
+NUMBERS = ("share", "epsilon", "clip", "factor", "decay", "lowest", "highest", "offset")
+CODES = ("top", "split", "bump")
 
 
 class NativeStep(ctypes.Structure):
@@ -32,13 +32,13 @@ class NativeStep(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in POINTERS + SCRATCH_POINTERS),
         *((name, ctypes.c_int64) for name in SIZES),
         *((name, ctypes.c_float) for name in NUMBERS),
-        *((name, ctypes.c_int32) for name in FLAGS),
+        *((name, ctypes.c_int32) for name in (*CODES, "first")),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class NativeStepConstants:
-    """The constants of a step, named as in `struct step`. `factor`, `decay` and `lowest` are in units of the rates."""
+    """The constants of a step, named as in `struct step`. Rates, `factor` and `decay` are in units of the rates."""
 
     share: float
     epsilon: float
@@ -46,7 +46,11 @@ class NativeStepConstants:
     factor: float
     decay: float
     lowest: float
+    highest: float
+    offset: float
     top: int
+    split: int
+    bump: int
 
 
 def find_native_library() -> Path | None:
@@ -102,8 +106,7 @@ class NativeAutomagic:
             rows=rows,
             columns=columns,
             padded=padded_size,
-            **{name: getattr(constants, name) for name in NUMBERS},
-            top=constants.top,
+            **{name: getattr(constants, name) for name in NUMBERS + CODES},
             first=id(p) in fresh,
         )
         self._step_function(ctypes.byref(step))

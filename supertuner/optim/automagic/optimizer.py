@@ -16,22 +16,26 @@ parameter_batches.py), and the host never waits for the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import nn
 
-from supertuner.optim.automagic import packed_rates
+from supertuner.optim.automagic import packed_rates, rate_grid
 from supertuner.optim.automagic.native import NativeAutomagic, NativeStepConstants, find_native_library
-from supertuner.optim.automagic.packed_rates import LearningRateLimits, LearningRateSpread, PackedRates
+from supertuner.optim.automagic.packed_rates import LearningRateSpread, PackedRates
 from supertuner.optim.automagic.parameter_batches import ParameterBatch, build_batches, matrix_shape
+from supertuner.optim.automagic.rate_grid import LearningRateLimits, RateGrid
 from supertuner.optim.automagic.stochastic_bits import StochasticBits, stochastic_round_to_bf16
 from supertuner.optim.automagic.workspace import DeviceWorkspace, ScratchViews, padded_count
 
 BETA2, CLIP, EPSILON = 0.999, 1.0, 1e-30
 MOVE_RATES, ROUND_WEIGHTS = 1, 2
 """The two purposes of random numbers in a step."""
+GRID_ENTRIES = ("lowest", "highest", "unit", "offset", "split")
+"""What says which rate a stored code stands for; a checkpoint has it as `grid_…`."""
 
 
 class Automagic(torch.optim.Optimizer):
@@ -48,14 +52,18 @@ class Automagic(torch.optim.Optimizer):
     ) -> None:
         assert all(p.dtype in (torch.float32, torch.bfloat16) for p in parameters.values()), "fp32 or bf16 weights"
         self._rates = PackedRates(limits)
-        # Checkpoints save the group's entries that differ from the defaults: number of steps, and unit of the rates.
+        # Checkpoints save the group's entries that differ from the defaults: number of steps, and grid of the rates.
+        # Version 0.1 saved `lowest` and `unit` of a grid without other entries.
         defaults = {"lr": limits.start, "weight_decay": weight_decay, "updates": 0, "lowest": 0.0, "unit": 0.0}
-        super().__init__(list(parameters.values()), defaults)
-        self.param_groups[0].update(lowest=self._rates.lowest, unit=self._rates.unit)
+        super().__init__(list(parameters.values()), defaults | dict.fromkeys(map("grid_{}".format, GRID_ENTRIES)))
+        self._mark_grid()
         self._parameters = dict(parameters)
         self._limits, self._seed = limits, seed
         library = find_native_library() if native else None
         self._native = None if library is None else NativeAutomagic(library)
+        self.batch_elements: int | None = None
+        """The largest number of elements in a batch; None: by the device of the weights. A trace on fake CPU tensors
+        that stands for another device sets it."""
         self._workspaces: dict[torch.device, DeviceWorkspace] = {}
         self._batches: list[ParameterBatch] = []
         self._batched_ids: list[int] = []
@@ -68,7 +76,7 @@ class Automagic(torch.optim.Optimizer):
         step: int = group["updates"]
         random_bits = StochasticBits(self._seed, step)
         fresh = self._update_batches()
-        factor, decay = group["lr"] / self._limits.start * self._rates.unit, group["weight_decay"]
+        factor, decay = group["lr"] / self._limits.start * self._rates.grid.unit, group["weight_decay"]
         for batch in self._step_native(factor, decay, fresh):
             scratch = batch.scratch()
             gradient = batch.gradient(scratch)
@@ -88,7 +96,7 @@ class Automagic(torch.optim.Optimizer):
         (group,) = self.param_groups
         self._convert_loaded_rates()
         device = next(iter(self.state)).device
-        total = torch.zeros(packed_rates.MAX_CODE + 1, dtype=torch.float64, device=device)
+        total = torch.zeros(rate_grid.MAX_CODE + 1, dtype=torch.float64, device=device)
         for state, count, scratch in self._state_rows():
             total += self._rates.histogram(state, count, scratch).to(device)
         self._release_workspaces()
@@ -108,11 +116,22 @@ class Automagic(torch.optim.Optimizer):
 
     def _step_native(self, factor: float, decay: float, fresh: set[int]) -> list[ParameterBatch]:
         """Update the batches that the C library supports, and return the others."""
-        native, rates = self._native, self._rates
-        if native is None or rates.move_probability < 1.0:
+        native, grid = self._native, self._rates.grid
+        if native is None or grid.move_probability < 1.0:
             return self._batches
-        lowest = rates.lowest / rates.unit
-        constants = NativeStepConstants(1 - BETA2, EPSILON, CLIP, factor, factor * decay, lowest, rates.max_code)
+        constants = NativeStepConstants(
+            share=1 - BETA2,
+            epsilon=EPSILON,
+            clip=CLIP,
+            factor=factor,
+            decay=factor * decay,
+            lowest=grid.lowest / grid.unit,
+            highest=grid.highest / grid.unit,
+            offset=grid.offset,
+            top=self._rates.max_code,
+            split=grid.split,
+            bump=grid.step,
+        )
         native.step([batch for batch in self._batches if native.supports(batch)], constants, fresh)
         return [batch for batch in self._batches if not native.supports(batch)]
 
@@ -128,21 +147,28 @@ class Automagic(torch.optim.Optimizer):
         if states_current and self._batched_ids == list(map(id, with_gradient.values())):
             return set()
         fresh = {id(p) for p in with_gradient.values() if p not in self.state}
-        self._batches = build_batches(with_gradient, self.state, self._rates, self._workspace)
+        self._batches = build_batches(with_gradient, self.state, self._rates, self._workspace, self.batch_elements)
         self._batched_ids = list(map(id, with_gradient.values()))
         for batch in self._batches:
             self.state.update(zip(batch.parameters, batch.views, strict=True))
         return fresh
 
     def _convert_loaded_rates(self) -> None:
-        """Convert loaded rates whose unit differs, because limits or bump have changed since they were saved."""
+        """Convert loaded rates whose grid differs, because limits or bump have changed since they were saved."""
         (group,) = self.param_groups
-        lowest, unit = group["lowest"], group["unit"]
-        if (lowest, unit) != (self._rates.lowest, self._rates.unit):
+        saved = RateGrid(*(group[f"grid_{name}"] for name in GRID_ENTRIES))
+        if group["unit"]:  # loaded from a checkpoint of version 0.1
+            saved = RateGrid(group["lowest"], math.inf, group["unit"])
+        if any(getattr(saved, name) != getattr(self._rates.grid, name) for name in GRID_ENTRIES):
             for p, state in self.state.items():
                 rows = {key: entry.unsqueeze(0) for key, entry in state.items()}
-                self._rates.convert(rows, self.scratch_for(p), lowest, unit)
-        group.update(lowest=self._rates.lowest, unit=self._rates.unit)
+                self._rates.convert(rows, self.scratch_for(p), saved)
+        self._mark_grid()
+
+    def _mark_grid(self) -> None:
+        """Note the grid of the stored rates in the group, for checkpoints."""
+        grid = {f"grid_{name}": getattr(self._rates.grid, name) for name in GRID_ENTRIES}
+        self.param_groups[0].update(grid, lowest=0.0, unit=0.0)
 
     def scratch_for(self, p: torch.Tensor) -> ScratchViews:
         """Scratch on the device of a parameter's state, which under a plan may differ from the parameter's device."""

@@ -1,10 +1,7 @@
 """One learning rate per weight in 10 bits, and the sign of its last update in 1 bit.
 
-A rate that moves by ±`bump` between two limits takes few values: `lowest + code · unit`. The unit is the bump, rounded
-so that it divides the range between the limits. If the range has at most 1,023 bumps (with a bump of 1e-6, the range
-1e-7 … 1e-3 has 1,000), a code of 10 bits stores the rate without loss. In a longer range the unit is 1/1,023 of the
-range, and a code moves by one with probability bump / unit: the expected rate still moves by one bump, and no rate gets
-stuck.
+A rate that moves by ±`bump` between two limits takes few values. They are numbered: rate_grid.py says which code stands
+for which rate, and how a code moves.
 
 For n elements (rounded up to a multiple of 8) the state holds 1.375 bytes per element:
 
@@ -28,27 +25,21 @@ from typing import TypeAlias
 
 import torch
 
+from supertuner.optim.automagic.rate_grid import (
+    ALL_DOUBLED,
+    MAX_CODE,
+    NO_SPLIT,
+    LearningRateLimits,
+    RateGrid,
+    converted_codes,
+    make_grid,
+)
 from supertuner.optim.automagic.workspace import ScratchViews, fold_planes
 
 StoredRates: TypeAlias = Mapping[str, torch.Tensor]
 NoiseSource: TypeAlias = Callable[[], torch.Tensor]
 """Returns uniform int16 numbers, one per element."""
-MAX_CODE = 1023
-"""The largest code of 10 bits."""
 QUANTILES = (0.1, 0.5, 0.9)
-
-
-@dataclass(frozen=True, slots=True)
-class LearningRateLimits:
-    """The initial learning rate, the amount by which a rate moves, and the limits between which it moves."""
-
-    start: float
-    bump: float
-    lowest: float
-    highest: float
-
-    def __post_init__(self) -> None:
-        assert self.bump > 0 and 0 < self.lowest <= self.start <= self.highest, f"{self}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +62,9 @@ class PackedRates:
     """Rates as codes of 10 bits per element."""
 
     def __init__(self, limits: LearningRateLimits) -> None:
-        self._start = limits.start
-        self.lowest = limits.lowest
-        width = limits.highest - limits.lowest
-        self.max_code = min(MAX_CODE, round(width / limits.bump))
-        """The largest code in use; it stands for the highest rate."""
-        self.unit = width / self.max_code if self.max_code else limits.bump
-        self.move_probability = min(1.0, limits.bump / self.unit) if width > MAX_CODE * limits.bump else 1.0
-        """The probability with which a code moves in a step."""
+        self.grid = make_grid(limits)
+        self.max_code = self.grid.max_code
+        self._start_code = self.grid.nearest_code(limits.start)
 
     def entries(self, count: int) -> dict[str, tuple[int, torch.dtype]]:
         """The state of `count` elements (a multiple of 8): name → length and type."""
@@ -86,33 +72,49 @@ class PackedRates:
 
     def initialize(self, stored: StoredRates) -> None:
         """Set all rates to the initial rate."""
-        start_code = self.encode(self._start)
-        stored["low"].fill_(start_code % 256)
-        stored["high"].fill_(start_code // 256 * 0b01010101)  # the same two bits four times
-
-    def encode(self, rate: float) -> int:
-        return max(0, min(self.max_code, round((rate - self.lowest) / self.unit)))
+        stored["low"].fill_(self._start_code % 256)
+        stored["high"].fill_(self._start_code // 256 * 0b01010101)  # the same two bits four times
 
     def advance(
         self, stored: StoredRates, moves: torch.Tensor, step: int, noise: NoiseSource, scratch: ScratchViews
     ) -> torch.Tensor:
         """Move each rate by `moves` bumps (int8: 1, 0 or -1) and return the new rates in units."""
         codes = unpack_codes(stored, scratch)
-        if self.move_probability < 1.0:
+        if self.grid.move_probability < 1.0:
             moves = moves * (noise() < self._noise_threshold(step))
-        codes.add_(scratch.high_bits.copy_(moves)).clamp_(0, self.max_code)
+        self._move_codes(codes, scratch.high_bits.copy_(moves), scratch.doubled)
         pack_codes(codes, stored, scratch)
-        return scratch.rates.copy_(codes).add_(self.lowest / self.unit)
+        return self._rates_in_units(codes, scratch)
 
     def read(self, stored: StoredRates, scratch: ScratchViews) -> torch.Tensor:
         """The current rates in fp32."""
-        return unpack_codes(stored, scratch).to(torch.float32).mul_(self.unit).add_(self.lowest)
+        return self._rates_in_units(unpack_codes(stored, scratch), scratch).mul(self.grid.unit)
 
-    def convert(self, stored: StoredRates, scratch: ScratchViews, lowest: float, unit: float) -> None:
-        """Re-encode rates that were stored with another `lowest` and `unit`, each to the nearest code."""
-        rates = unpack_codes(stored, scratch).to(torch.float64).mul_(unit).add_(lowest)
-        codes = rates.sub_(self.lowest).div_(self.unit).round_().clamp_(0, self.max_code)
-        pack_codes(codes.to(torch.int16), stored, scratch)
+    def convert(self, stored: StoredRates, scratch: ScratchViews, saved: RateGrid) -> None:
+        """Re-encode rates that were stored with another grid, each to the nearest rate."""
+        table = torch.tensor(converted_codes(saved, self.grid), dtype=torch.int16, device=stored["low"].device)
+        pack_codes(table[unpack_codes(stored, scratch).to(torch.int32)], stored, scratch)
+
+    def _move_codes(self, codes: torch.Tensor, moves: torch.Tensor, doubled: torch.Tensor) -> None:
+        """`RateGrid.move` of all codes, in place. `moves` (int16) is overwritten, `doubled` is scratch."""
+        grid = self.grid
+        units = grid.step * (2 if grid.split == ALL_DOUBLED else 1)
+        codes.add_(moves if units == 1 else moves.mul_(units))
+        if grid.split not in (NO_SPLIT, ALL_DOUBLED):
+            codes.add_(moves.mul_(torch.lt(codes, grid.split, out=doubled)))
+        codes.clamp_(0, self.max_code)
+
+    def _rates_in_units(self, codes: torch.Tensor, scratch: ScratchViews) -> torch.Tensor:
+        """`RateGrid.rate` of all codes in units. The codes are overwritten."""
+        grid = self.grid
+        if grid.split != NO_SPLIT:
+            doubled = torch.clamp(codes, max=grid.split, out=scratch.doubled)
+            odd = torch.bitwise_and(doubled, 1, out=scratch.high_bits)
+            codes.sub_(doubled.add_(odd).bitwise_right_shift_(1))
+        rates = scratch.rates.copy_(codes)
+        if grid.split != NO_SPLIT:
+            rates.add_(odd, alpha=grid.offset)
+        return rates.add_(grid.lowest / grid.unit).clamp_(max=grid.highest / grid.unit)
 
     def histogram(self, stored: StoredRates, count: int, scratch: ScratchViews) -> torch.Tensor:
         """The number of elements with each code, among the first `count` elements."""
@@ -121,7 +123,7 @@ class PackedRates:
 
     def spread_of_histogram(self, counts: torch.Tensor, factor: float) -> LearningRateSpread | None:
         """The distribution of rates for these counts of codes; None without any. Waits for the device."""
-        rates = torch.arange(MAX_CODE + 1, dtype=torch.float64).mul_(self.unit).add_(self.lowest).mul_(factor)
+        rates = torch.tensor([self.grid.rate(code) for code in range(MAX_CODE + 1)], dtype=torch.float64).mul_(factor)
         numbers = counts.cpu()
         total = float(numbers.sum())
         if not total:
@@ -137,7 +139,7 @@ class PackedRates:
         `move_probability · 65536` is rarely a whole number. Taking differences of its floored multiples distributes the
         fraction over the steps, so that the mean over many steps is exact.
         """
-        moves_per_step = self.move_probability * 65536
+        moves_per_step = self.grid.move_probability * 65536
         return math.floor((step + 1) * moves_per_step) - math.floor(step * moves_per_step) - 32768
 
 

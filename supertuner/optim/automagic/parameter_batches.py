@@ -82,14 +82,15 @@ def build_batches(
     states: Mapping[torch.Tensor, State],
     rates: PackedRates,
     workspace_for: Callable[[torch.device], DeviceWorkspace],
+    batch_elements: int | None = None,
 ) -> list[ParameterBatch]:
-    """Batches of the parameters, with their existing states, or initial ones."""
+    """Batches of the parameters, with their existing states, or initial ones. `batch_elements`: see `Automagic`."""
     names_by_layout: dict[tuple[Shape, torch.dtype, torch.device, bool], list[str]] = {}
     for name, p in parameters.items():
         names_by_layout.setdefault((matrix_shape(p.shape), p.dtype, p.device, p.is_contiguous()), []).append(name)
     result = []
     for (shape, _, device, _), names in names_by_layout.items():
-        max_elements = CPU_ELEMENTS if device.type == "cpu" else DEVICE_ELEMENTS
+        max_elements = batch_elements or (CPU_ELEMENTS if device.type == "cpu" else DEVICE_ELEMENTS)
         per_batch = max(1, max_elements // max(1, shape[0] * shape[1]))
         for first in range(0, len(names), per_batch):
             members = {name: parameters[name] for name in names[first : first + per_batch]}

@@ -68,6 +68,7 @@ class ScratchViews:
         self.quads = workspace.buffer("octets", (batch_size, 4, padded_size // 4), torch.uint8)
         self.quad, self.quad_folds = self.quads[:, 0], _fold_pairs(self.quads)
         self.codes = workspace.buffer("codes", flat, torch.int16)
+        self.doubled = workspace.buffer("doubled", flat, torch.int16)
         self.high_bits = workspace.buffer("parts", flat, torch.int16)
         self.high_bits_in_quads = self.high_bits.view(self.quads.shape)
 

@@ -10,8 +10,8 @@ from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.optim.automagic import parameter_batches
 from supertuner.optim.automagic.native import find_native_library
 from supertuner.optim.automagic.optimizer import Automagic
-from supertuner.optim.automagic.packed_rates import LearningRateLimits
-from supertuner.optim.optimizer_registry import automagic_limits
+from supertuner.optim.automagic.rate_grid import LearningRateLimits
+from supertuner.optim.optimizer_registry import ExpertOptimizer, automagic_limits
 from supertuner.optim.optimizer_state import pack_state, restore_state
 from tests.optim.automagic.reference_automagic import ReferenceAutomagic
 from tests.optim.optimizer_builders import build_named_optimizer, build_weights, same_bits
@@ -229,3 +229,32 @@ def test_a_resumed_run_with_other_limits_keeps_the_rates(changed: dict[str, floa
             assert other == pytest.approx(max(one, limits.lowest), abs=limits.bump)
         else:
             assert other <= limits.highest * 1.0001
+
+
+def test_rates_of_a_checkpoint_of_version_01_are_kept() -> None:
+    """Version 0.1 stored `lowest + code · unit`, and saved these two numbers. With the defaults, the rounded bump."""
+    lowest, unit = 1e-7, (1e-3 - 1e-7) / 1000
+    codes = torch.tensor([0, 1, 2, 5, 30, 100, 400, 1000] * 4)
+    tensors, meta = pack_state(one_step("automagic", codes.numel()))
+    tensors["w/low"] = (codes % 256).to(torch.uint8)
+    planes = (codes // 256).view(4, -1) << torch.tensor([[0], [2], [4], [6]])
+    tensors["w/high"] = planes.sum(0).to(torch.uint8)
+    meta["group"] = {"updates": 1, "lowest": lowest, "unit": unit}
+    second = build_named_optimizer("automagic", {"w": nn.Parameter(torch.zeros(1, codes.numel()))})
+    restore_state(second, tensors, meta)
+    second.parameters["w"].grad = torch.zeros(1, codes.numel())  # no rate moves
+    second.step()
+    spread = second.learning_rate_spread()
+    assert spread is not None
+    assert (spread.lowest, spread.highest) == (pytest.approx(1e-7), pytest.approx(1e-3))
+    assert spread.mean == pytest.approx(float((codes * unit + lowest).mean()), rel=0.001)
+    again = build_named_optimizer("automagic", {"w": nn.Parameter(torch.zeros(1, codes.numel()))})
+    restore_state(again, *pack_state(second))
+    assert again.learning_rate_spread() == spread, "converted once"
+
+
+def one_step(name: str, count: int) -> ExpertOptimizer:
+    optimizer = build_named_optimizer(name, {"w": nn.Parameter(torch.zeros(1, count))})
+    optimizer.parameters["w"].grad = torch.ones(1, count)
+    optimizer.step()
+    return optimizer

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from supertuner.optim.automagic.optimizer import Automagic
-from supertuner.optim.automagic.packed_rates import MAX_CODE, LearningRateLimits, PackedRates, pack_codes, unpack_codes
+from supertuner.optim.automagic.packed_rates import PackedRates, pack_codes, unpack_codes
+from supertuner.optim.automagic.rate_grid import MAX_CODE, LearningRateLimits
 from tests.optim.automagic.reference_automagic import ReferenceAutomagic
 
 STEPS = 3000
@@ -38,11 +39,11 @@ def test_after_3000_steps_with_60_percent_agreement_the_mean_rate_is_as_expected
     packed, reference = rates_after(DEFAULTS, 0.6)
     expected = DEFAULTS.start + STEPS * (0.6 - 0.4) * DEFAULTS.bump
     assert float(packed.mean()) == pytest.approx(expected, rel=0.05)
-    assert torch.allclose(packed, reference, atol=1.2e-6, rtol=0), "every rate, not only the mean"
+    assert torch.allclose(packed, reference, rtol=0.02), "every rate, not only the mean"
 
 
 def test_in_a_range_of_more_than_1023_bumps_the_mean_rate_is_as_expected() -> None:
-    assert PackedRates(FINE).move_probability < 0.3
+    assert PackedRates(FINE).grid.move_probability < 0.3
     packed, reference = rates_after(FINE, 0.6)
     expected = FINE.start + STEPS * (0.6 - 0.4) * FINE.bump
     assert float(packed.mean()) == pytest.approx(expected, rel=0.05)
@@ -89,8 +90,8 @@ def test_a_weight_without_an_update_keeps_its_rate() -> None:
         optimizer.step()
     spread = optimizer.learning_rate_spread()
     assert spread is not None
-    assert (spread.lowest, spread.highest) == (pytest.approx(1.1e-6, rel=0.01), pytest.approx(50.1e-6, rel=0.01))
-    assert spread.mean == pytest.approx((1.1e-6 + 50.1e-6) / 2, rel=0.01)
+    assert (spread.lowest, spread.highest) == (pytest.approx(1e-6), pytest.approx(50e-6))
+    assert spread.mean == pytest.approx((1e-6 + 50e-6) / 2)
 
 
 @pytest.mark.parametrize("count", [8, 24, 4096, 13])
@@ -123,13 +124,43 @@ def test_codes_and_signs_are_in_the_documented_bytes() -> None:
     assert state["low"][0, 14] == 7 and state["high"].tolist() == [[0, 0, 2 << 6, 0]]
 
 
-def test_a_bump_is_rounded_so_that_it_divides_the_range() -> None:
-    rates = PackedRates(DEFAULTS)
-    assert rates.max_code == 1000 and rates.move_probability == 1.0
-    assert rates.unit == pytest.approx(DEFAULTS.bump, rel=1e-3)
-    assert rates.lowest + rates.max_code * rates.unit == pytest.approx(DEFAULTS.highest)
-
-
 def test_equal_limits_give_one_constant_rate() -> None:
     packed, _ = rates_after(LearningRateLimits(1e-4, 1e-6, 1e-4, 1e-4), 0.7, steps=5, count=16)
     assert torch.allclose(packed, torch.full_like(packed, 1e-4))
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "C"])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        DEFAULTS,
+        LearningRateLimits(start=1e-6, bump=5e-7, lowest=1e-7, highest=5e-4),
+        LearningRateLimits(start=2e-6, bump=1e-5, lowest=1e-7, highest=1e-3),
+        LearningRateLimits(start=2e-6, bump=1e-6, lowest=1.5e-6, highest=4e-6),
+        LearningRateLimits(start=1e-4, bump=1.7e-6, lowest=1e-7, highest=1e-3),
+    ],
+    ids=["defaults", "low-noise expert of the GH200 forks", "large bump", "narrow range", "high start"],
+)
+def test_both_kernels_move_codes_as_the_grid_says(limits: LearningRateLimits, native: bool) -> None:
+    """Long rises and falls, so that codes meet both limits and pass the split; all codes and the last rates."""
+    count = 64
+    weight = nn.Parameter(torch.zeros(1, count))
+    optimizer = Automagic({"w": weight}, limits, native=native)
+    grid = PackedRates(limits).grid
+    expected, signs = [grid.nearest_code(limits.start)] * count, torch.ones(count)
+    random = torch.Generator().manual_seed(3)
+    scratch = optimizer.scratch_for(weight)
+    for step in range(1400):
+        agree = torch.rand(count, generator=random) < (1.0, 0.0, 0.7, 0.2)[step // 300 % 4]
+        if step:
+            expected = [grid.move(code, 1 if same else -1) for code, same in zip(expected, agree.tolist(), strict=True)]
+            signs = torch.where(agree, signs, -signs)
+        weight.grad = signs.view(1, count).clone()
+        with torch.no_grad():
+            weight.zero_()
+        optimizer.step()
+        if step % 50 == 0 or step > 1390:
+            stored = {key: value.unsqueeze(0) for key, value in optimizer.state[weight].items()}
+            assert unpack_codes(stored, scratch)[0, :count].tolist() == expected, step
+    rates = torch.tensor([grid.rate(code) for code in expected])
+    assert torch.allclose(weight.detach().abs()[0], rates, rtol=1e-5), "updates of root mean square 1"
