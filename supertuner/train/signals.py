@@ -14,9 +14,10 @@ import threading
 from types import FrameType
 from typing import Any
 
+from supertuner.core.interrupts import STOP_SIGNALS, raise_interrupt
+
 STOP_MESSAGE = b"\nsaving and stopping after this window; press Ctrl-C again to stop at once, without saving\n"
 STANDARD_ERROR = 2
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class TrainingSignals:
@@ -26,7 +27,9 @@ class TrainingSignals:
     stay unset.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, announces: bool = True) -> None:
+        """`announces` is false in processes whose launcher passes the signal to another one, which prints for all."""
+        self._announces = announces
         self.stop_number = 0
         """Number of the signal that requested to save and stop; 0 if there was none."""
         self._validate = False
@@ -59,12 +62,13 @@ class TrainingSignals:
         if number == signal.SIGINT:
             self._interrupt_count += 1
             if self._interrupt_count > 1:
-                raise KeyboardInterrupt
+                raise_interrupt(KeyboardInterrupt())
         if not self.stop_number:
             self.stop_number = int(number)
-            # To the descriptor itself: the handler may run inside another print. stderr may be closed.
-            with contextlib.suppress(OSError):
-                os.write(STANDARD_ERROR, STOP_MESSAGE)
+            if self._announces:
+                # To the descriptor itself: the handler may run inside another print.
+                with contextlib.suppress(OSError):  # stderr may be closed
+                    os.write(STANDARD_ERROR, STOP_MESSAGE)
 
     def _on_validate(self, number: int, frame: FrameType | None) -> None:
         self._validate = True

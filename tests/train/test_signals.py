@@ -28,6 +28,13 @@ def test_the_first_signal_requests_save_and_stop_with_a_message(
     assert "saving and stopping after this window" in capfd.readouterr().err
 
 
+def test_of_several_processes_only_one_announces_the_stop(capfd: pytest.CaptureFixture[str]) -> None:
+    with TrainingSignals(announces=False) as signals:
+        send(signal.SIGTERM)
+        assert signals.stop_number == signal.SIGTERM
+    assert capfd.readouterr().err == ""
+
+
 def test_a_second_ctrl_c_stops_at_once() -> None:
     with TrainingSignals() as signals:
         send(signal.SIGINT)
