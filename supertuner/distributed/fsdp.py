@@ -79,13 +79,16 @@ class FsdpSharder:
     """Trained parameter (this rank's rows) → the parameter as FSDP holds it."""
     expert_swap: ExpertSwap | None = None
     """Moves idle experts to host memory; None: all stay on the device, or FSDP keeps them in host memory anyway."""
+    one_pool: bool = False
+    """CPU and GPU share one memory: nothing is gained by moving anything to host memory."""
 
     @exclusive_construction()
     def shard_expert(self, trainable: TrainableExpert) -> TrainableExpert:
         """Shard an expert whose module is not on the device yet. Returns it with this rank's parameters."""
         module = trainable.module
         ignored_params = () if trainable.adapter_type == "full" else tuple(trainable.parameters.values())
-        with explain_out_of_memory(f"the shard of {trainable.name} does", OUT_OF_MEMORY_REMEDY):
+        remedy = "use more processes" if self.one_pool else OUT_OF_MEMORY_REMEDY
+        with explain_out_of_memory(f"the shard of {trainable.name} does", remedy):
             self.shard_module(module, ignored_params)
         if trainable.adapter_type != "full":
             return trainable
@@ -96,7 +99,8 @@ class FsdpSharder:
         return replace(trainable, parameters=parameters, shards=sharded)
 
     def enable_expert_swap(self, expert_states: Sequence[ExpertState]) -> None:
-        if len(expert_states) > 1 and self.device.type != "cpu" and not self.settings.cpu_offload:
+        two_memories = self.device.type != "cpu" and not self.one_pool
+        if len(expert_states) > 1 and two_memories and not self.settings.cpu_offload:
             self.expert_swap = ExpertSwap()
             for expert_state in expert_states:
                 self.expert_swap.add(expert_state.expert.name, FsdpSwappableExpert(expert_state, self))
@@ -175,7 +179,12 @@ class FsdpGradientReduction(ReplicatedGradientReduction):
 
 def create_fsdp_sharder(settings: ParallelSettings, device: torch.device) -> FsdpSharder:
     """Shards over all ranks of the job."""
-    return FsdpSharder(settings, device, init_device_mesh(device.type, (dist.get_world_size(),)))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    return FsdpSharder(settings, device, mesh, one_pool=_has_one_pool(device))
+
+
+def _has_one_pool(device: torch.device) -> bool:
+    return device.type == "cuda" and bool(torch.cuda.get_device_properties(device).is_integrated)
 
 
 def rows_per_rank(rows: int, world_size: int) -> list[int]:
@@ -243,8 +252,14 @@ class FsdpSwappableExpert:
         ParameterState(self.expert_state.optimizer, self.expert_state.ema).move_to(device)
 
 
-def require_fsdp_supported(config: RunConfig) -> None:
+def require_fsdp_supported(config: RunConfig, device: torch.device) -> None:
     """TrainError if the settings ask for something that sharded weights cannot do; called before anything is loaded."""
+    if config.parallel.cpu_offload and _has_one_pool(device):
+        name = torch.cuda.get_device_name(device)
+        raise TrainError(
+            f"parallel.cpu_offload is true, and CPU and GPU share one memory on {name}: a copy in host memory would "
+            "free nothing and take as much again; set parallel.cpu_offload: false"
+        )
     kind = config.model.base_weights
     if kind != "as_computed":
         raise TrainError(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from supertuner.config.settings.parallel import ParallelSettings
+from supertuner.config.sources.environment import leave_nccl_errors_to_watchdog
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.waiting import waiting_for_other_ranks
 from supertuner.distributed.gradient_sum import ReplicatedGradientReduction
@@ -71,6 +72,7 @@ def join_process_group(
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if device.type == "cuda":
         torch.cuda.set_device(device)  # NCCL and FSDP use the current device
+        leave_nccl_errors_to_watchdog()
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, rank=env.rank, world_size=env.world_size, store=store)
     yield TorchProcessGroup(env.rank, env.world_size, env.local_rank, env.local_world_size)
     dist.destroy_process_group()

@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from supertuner.config.sources.load import load_config
 from supertuner.core.errors import StageError
 from supertuner.distributed import gradient_sum
 from tests.distributed.ranks import RankOutcome, launched_ranks
-from tests.distributed.runs import ActingSink, a_run, train
+from tests.distributed.runs import STEPS, ActingSink, a_run, train
 from tests.train.runs import artefacts
 
 LASTING = {"every_steps": 2, "keep": 2}
@@ -34,6 +35,24 @@ def failing(place: LauncherEnvironment, path: Path, rank: int, step: int) -> Non
 
     with open_session(load_config(path), place) as work:
         train_in_session(work, extra_sink=ActingSink(step, action))
+
+
+def signalled_in_callback(place: LauncherEnvironment, path: Path, rank: int, step: int) -> str | None:
+    """Train; after a step, `rank` gets SIGTERM inside a weak-reference callback, where Python only prints what a signal
+    handler raises. Returns what stopped the run."""
+
+    class Released:
+        pass
+
+    def action() -> None:
+        if place.rank == rank:
+            released = Released()
+            reference = weakref.ref(released, lambda _: signal.raise_signal(signal.SIGTERM))
+            del released
+            assert reference() is None
+
+    with open_session(load_config(path), place) as work:
+        return train_in_session(work, extra_sink=ActingSink(step, action)).stopped_by
 
 
 def killed_at(path: Path, ranks: int, rank: int, step: int) -> list[RankOutcome]:
@@ -67,7 +86,7 @@ def killed_run(folder: Path, name: str, ranks: int, kills: int, seed: int, usual
     while done < kills:
         longest = chance.choice((usual_s * 0.3, usual_s * 1.1))  # half come early: staging, encoding, reading
         done += killed_after(path, ranks, chance.randrange(ranks), chance.uniform(0, longest))
-        if len(list((folder / name / "run" / "exports").glob("*"))) == 2:
+        if (folder / name / "run" / "exports" / f"step-{STEPS:08d}").is_dir():
             _end(path, folder, name, ranks)
             ends += 1
     _end(path, folder, name, ranks)

@@ -207,6 +207,12 @@ def rank_log(logs: Path, rank: int) -> str:
     return (logs / f"rank-{rank}.txt").read_text(errors="replace")
 
 
+def all_messages(logs: Path, outcomes: list[RankOutcome]) -> str:
+    """What all ranks printed, and the errors they ended with."""
+    texts = [rank_log(logs, rank) + (outcome.error or "") for rank, outcome in enumerate(outcomes)]
+    return "\n".join(texts)
+
+
 def _own_store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=VERY_LONG_S))
 

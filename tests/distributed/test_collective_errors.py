@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from supertuner.config.sources.environment import leave_nccl_errors_to_watchdog
 from supertuner.core.errors import (
     ArenaError,
     CacheError,
@@ -58,9 +60,20 @@ def test_an_error_of_torch_in_a_wait_for_other_ranks_is_a_lost_connection() -> N
     for error, broken in (
         (RuntimeError("Connection closed by peer"), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), False),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("not of torch"), False),
     ):
         with pytest.raises(type(error)), waiting_for_other_ranks("gradient all-reduce"):
             raise error
         assert is_collective_failure(error) is broken
     assert not is_collective_failure(RuntimeError("elsewhere"))
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "0"), ("1", "1")])
+def test_errors_of_nccl_are_left_to_the_watchdog_unless_the_variable_is_set(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
+) -> None:
+    environ = {} if before is None else {"TORCH_NCCL_ASYNC_ERROR_HANDLING": before}
+    monkeypatch.setattr(os, "environ", environ)
+    leave_nccl_errors_to_watchdog()
+    assert environ == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": after}

@@ -31,7 +31,7 @@ CLOSE = 1e-5
 
 def exported(run: Path) -> dict[str, Any]:
     found = {}
-    for path in sorted((run / "exports").glob("*.safetensors")):
+    for path in sorted((run / "exports").rglob("*.safetensors")):
         found |= {f"{path.name}: {name}": tensor for name, tensor in load_file(path).items()}
     assert found
     return found

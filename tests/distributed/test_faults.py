@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.faults import LASTING, check_same, failing, interrupted_in_sum, killed_at
+from tests.distributed.faults import LASTING, check_same, failing, interrupted_in_sum, killed_at, signalled_in_callback
 from tests.distributed.ranks import launched_ranks, run_launched
-from tests.distributed.runs import STEPS, a_run, train
+from tests.distributed.runs import STEPS, a_run, run_folder, train
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,17 @@ def test_a_rank_killed_in_the_gradient_sum_is_named(folder, ranks, rank, bucket)
     path = a_run(folder, f"in-sum-{ranks}-{rank}-{bucket}", ranks, checkpoints=LASTING)
     with launched_ranks(ranks, interrupted_in_sum, path, rank, bucket, signal.SIGKILL) as begun:
         outcomes = begun.ended()
-    first, *others = [outcomes[other].error or "" for other in range(ranks) if other != rank]
-    assert f"PeerError: rank {rank} (" in first and "is gone: it was killed" in first
+    errors = [outcomes[other].error or "" for other in range(ranks) if other != rank]
+    (named,) = [error for error in errors if f"PeerError: rank {rank} (" in error]
+    assert "is gone: it was killed" in named
+    others = [error for error in errors if error is not named]
     assert all(error.endswith("SystemExit: 1\n") for error in others), "one rank of a node prints the message"
     assert [done.step for done in run_launched(ranks, train, path)] == [STEPS] * ranks
+
+
+def test_a_sigterm_in_a_weak_reference_callback_saves_and_stops_all_ranks(folder):
+    path = a_run(folder, "callback", 2, checkpoints=LASTING)
+    assert run_launched(2, signalled_in_callback, path, 1, 3) == ["SIGTERM", "SIGTERM"]
+    assert (run_folder(path) / "checkpoints" / "step-00000003").is_dir()
+    assert [done.step for done in run_launched(2, train, path)] == [STEPS, STEPS]
+    check_same(folder, "callback")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -14,8 +15,8 @@ import pytest
 from supertuner.distributed.watchdog.diagnosis import ObservedRank, ProcessState, RankReport, WatchdogVerdict, diagnose
 from supertuner.distributed.watchdog.heartbeat import Heartbeat
 from supertuner.distributed.watchdog.liveness import LivenessMonitor
-from tests.distributed.ranks import RankOutcome, RankProcesses, launched_ranks, rank_log
-from tests.distributed.watched import together
+from tests.distributed.ranks import RankOutcome, RankProcesses, all_messages, launched_ranks, rank_log
+from tests.distributed.watched import signalled_after_a_death, stopped_for_a_while, together
 
 SHORT_S = 2.0
 LONG_S = 600.0
@@ -78,6 +79,14 @@ def test_a_silent_rank_is_named_with_the_state_of_its_process(state, words):
     assert words in _words(_seen(_report(0)), _seen(_report(1), 11.0, state))
 
 
+def test_a_rank_that_is_idle_because_another_one_is_silent_is_not_at_fault():
+    """Its GPU waits for the silent rank, which looks like a hang; it was idle before the other one was stopped."""
+    idle, stopped = _seen(_report(0, idle_s=12)), _report(1)
+    assert diagnose([idle, _seen(stopped, 9.0, ProcessState.STOPPED)], 10.0) is None
+    assert "rank 1 (node, pid 101) is stopped" in _words(idle, _seen(stopped, 10.0, ProcessState.STOPPED))
+    assert "rank 0 (node, pid 100) hangs" in _words(idle, _seen(stopped, 1.0))
+
+
 def test_of_idle_ranks_the_one_that_does_not_wait_hangs():
     waiting = _seen(_report(0, idle_s=20, waits=True))
     assert _words(waiting, _seen(_report(1, idle_s=12, doing="painting"))) == (
@@ -111,13 +120,20 @@ def _ended(
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_killed_rank_is_named_by_one_of_the_others(tmp_path, count):
-    ranks, (first, guilty, *others) = _ended("killed", tmp_path, count)
+    ranks, outcomes = _ended("killed", tmp_path, count)
+    guilty = outcomes.pop(1)
     assert guilty.exitcode == -9
-    assert first.error is not None
     who = f"PeerError: rank 1 ({os.uname().nodename}, pid {ranks.pids[1]}) is gone: it was killed while "
-    assert who in first.error
-    assert "the next start goes on from the last checkpoint" in first.error
-    assert all("SystemExit: 1" in (other.error or "") for other in others), "one rank of a node prints the message"
+    errors = [outcome.error or "" for outcome in outcomes]
+    assert sum(who in error for error in errors) == 1, "one rank of a node prints the message"
+    assert sum(error.endswith("SystemExit: 1\n") for error in errors) == count - 2
+    assert "the next start goes on from the last checkpoint" in "".join(errors)
+
+
+def test_of_two_ranks_killed_at_once_one_is_named_by_the_third(tmp_path):
+    _, (*killed, third) = _ended("two killed", tmp_path, count=3)
+    assert [outcome.exitcode for outcome in killed] == [-9, -9]
+    assert "PeerError: rank " in (third.error or "") and "is gone: it was killed" in (third.error or "")
 
 
 def test_a_rank_that_exits_early_is_gone(tmp_path):
@@ -140,17 +156,36 @@ def test_a_failure_of_all_ranks_is_not_printed_by_all(tmp_path):
 
 
 def test_a_stopped_rank_is_named_and_killed(tmp_path):
-    _, (first, guilty) = _ended("stopped", tmp_path, timeout_s=SHORT_S)
-    assert "is stopped (SIGSTOP, or a debugger)" in (rank_log(tmp_path, 0) + (first.error or ""))
-    assert guilty.exitcode == -9
+    _, outcomes = _ended("stopped", tmp_path, timeout_s=SHORT_S)
+    assert "is stopped (SIGSTOP, or a debugger)" in all_messages(tmp_path, outcomes)
+    assert outcomes[1].exitcode == -9
+
+
+def test_a_stopped_rank_is_reported_long_before_the_limit_and_may_continue(tmp_path):
+    with launched_ranks(3, stopped_for_a_while, tmp_path, LONG_S) as ranks:
+        while not any("is stopped" in log.read_text() for log in tmp_path.glob("rank-*.txt")):
+            time.sleep(0.05)
+        time.sleep(1.0)  # so that another rank would report it, too
+        ranks.signal(1, signal.SIGCONT)
+        outcomes = ranks.ended()
+    assert [outcome.value for outcome in outcomes] == [2, 2, 2]
+    (line,) = [line for line in all_messages(tmp_path, outcomes).splitlines() if "is stopped" in line]
+    assert f"continue it with `kill -CONT {ranks.pids[1]}`" in line
 
 
 def test_a_hanging_rank_reports_where_it_is_and_all_ranks_end(tmp_path):
-    _, outcomes = _ended("hanging", tmp_path, timeout_s=SHORT_S)
-    assert [outcome.ended_well for outcome in outcomes] == [False, False]
-    words = rank_log(tmp_path, 1)
-    assert "hangs: no sign of life for" in words
+    _, outcomes = _ended("hanging", tmp_path, count=3, timeout_s=SHORT_S)
+    assert [outcome.ended_well for outcome in outcomes] == [False] * 3
+    words = all_messages(tmp_path, outcomes)
+    assert words.count("hangs: no sign of life for") == 1, "one rank of a node prints the message"
     assert "while painting" in words
+
+
+def test_a_rank_that_ends_with_another_one_is_not_ended_by_a_signal_before_it_has_said_why(tmp_path):
+    """A launcher sends SIGTERM at any moment after a death."""
+    with launched_ranks(2, signalled_after_a_death, tmp_path) as ranks:
+        first, _ = ranks.ended()
+    assert "rank 1 (" in first.value
 
 
 def test_ranks_in_different_collectives_do_not_wait_for_ever(tmp_path):

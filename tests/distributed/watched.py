@@ -18,6 +18,7 @@ from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core.errors import PeerError, StageError
 from supertuner.distributed.process_group import ProcessGroup
 from supertuner.distributed.torch_process_group import open_process_group
+from supertuner.distributed.watchdog import watch
 from supertuner.distributed.watchdog.heartbeat import Heartbeat
 from supertuner.distributed.watchdog.watch import HEARTBEAT_S
 from supertuner.train.signals import TrainingSignals
@@ -31,10 +32,26 @@ def together(place: LauncherEnvironment, logs: Path, fault: str, timeout_s: floa
     heartbeat = Heartbeat()
     with open_process_group(ParallelSettings(timeout_s=timeout_s), place, torch.device("cpu"), heartbeat) as parallel:
         parallel.all_reduce_max([1])
-        if place.rank == 1 or fault == "failing together":
+        if place.rank == 1 or fault == "failing together" or (place.rank == 0 and fault == "two killed"):
             heartbeat.activity = "painting"
             FAULTS[fault](parallel)
         return parallel.all_reduce_max([place.rank])[0]
+
+
+def stopped_for_a_while(place: LauncherEnvironment, logs: Path, timeout_s: float) -> int:
+    """`together`, in which rank 1 is stopped and the others soon report it."""
+    watch.STOPPED_NOTE_S = 0.5
+    return together(place, logs, "stopped", timeout_s)
+
+
+def signalled_after_a_death(place: LauncherEnvironment, logs: Path) -> str:
+    """`together`, in which rank 1 is killed; the other one gets SIGTERM on its way out, and returns its message."""
+    try:
+        together(place, logs, "killed", VERY_LONG_S)
+    except PeerError as error:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return str(error)
+    return "no error"
 
 
 Lost = Literal["goes on", "prepares", "hangs", "fails", "is done"]
@@ -112,6 +129,7 @@ def _nothing(parallel: ProcessGroup) -> None:
 
 FAULTS: dict[str, Callable[[ProcessGroup], None]] = {
     "killed": _kill,
+    "two killed": _kill,
     "stopped": _stop,
     "hanging": _hang,
     "failing": _fail,

@@ -34,6 +34,8 @@ class RankReport:
     pid: int
     born: int
     """Start time of the process in clock ticks: PIDs are reused."""
+    error_file: str = ""
+    """Where its launcher expects the reason if it fails; "" if the launcher expects none."""
     beat: int = 0
     doing: str = ""
     step: int = 0
@@ -111,6 +113,10 @@ def diagnose(ranks: Sequence[ObservedRank], timeout_s: float, silent_s: float | 
     for rank in active_ranks:
         if rank.silent_s >= (timeout_s if silent_s is None else silent_s):
             return _silence_verdict(rank)
+    # A rank that has been silent for long is the cause, although others may have been idle for longer, since they
+    # finished their part of the window before it: wait until it reports again or is named itself.
+    if any(rank.silent_s >= timeout_s / 2 for rank in active_ranks):
+        return None
     reports = [rank.report for rank in active_ranks if rank.report is not None]
     hanging = [r for r in reports if r.idle_s >= timeout_s and not r.waits]
     if hanging:

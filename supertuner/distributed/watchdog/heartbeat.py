@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from supertuner.core.events import Event, MeasurementEvent, Progress, ProgressPhase, Sink
+from supertuner.core.interrupts import raise_lost_interrupt
 from supertuner.sinks.training_events import TRAIN_STEP
 from supertuner.step.train_step import GradientReduction
 
@@ -66,6 +67,7 @@ class _HeartbeatPhase:
         self._previous_activity = heartbeat.activity
 
     def advance(self, items: int = 0, nbytes: int = 0) -> None:
+        raise_lost_interrupt()
         self._heartbeat.mark()
         self._phase.advance(items, nbytes)
 

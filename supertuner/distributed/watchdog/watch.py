@@ -18,10 +18,11 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 from threading import Event
 from types import FrameType
 from typing import Self
@@ -31,6 +32,7 @@ from torch.distributed.distributed_c10d import Store
 from supertuner.config.sources.launcher import LauncherEnvironment
 from supertuner.core import processes
 from supertuner.core.errors import PeerError
+from supertuner.core.interrupts import forget_interrupts, interrupts_win, raise_interrupt
 from supertuner.distributed.watchdog.collective_errors import is_collective_failure
 from supertuner.distributed.watchdog.diagnosis import ObservedRank, ProcessState, RankReport, WatchdogVerdict, diagnose
 from supertuner.distributed.watchdog.heartbeat import Heartbeat
@@ -50,6 +52,8 @@ MAX_WATCHED_RANKS = 16
 """How many other ranks each process observes; in larger jobs, the next ones by rank."""
 RESUME_HINT = "the next start goes on from the last checkpoint"
 STANDARD_ERROR = 2
+STOPPED_NOTE_S = 10.0
+"""A rank that has been stopped for this long is reported, so that it can be continued before the job ends."""
 VERDICT_KEY = "watch/verdict"
 NO_RANK = -1
 """In place of a rank in a verdict: no rank is at fault."""
@@ -68,10 +72,12 @@ class RankWatchdog:
         self._heartbeat_s = min(HEARTBEAT_S, timeout_s / 8)
         pid, node = os.getpid(), processes.pid_namespace_id()
         born = processes.process_start_ticks(pid)
-        self._identity = RankReport(env.rank, env.local_rank, platform.node(), node, pid, born)
+        error_file = "" if env.error_file is None else str(env.error_file)
+        self._identity = RankReport(env.rank, env.local_rank, platform.node(), node, pid, born, error_file)
         self._peers = PeerReports(store, self._identity, env.world_size)
         self._liveness = LivenessMonitor(heartbeat, chunk_s=self._stall_timeout_s / 10)
         self._beat_count = 0
+        self._noted_stops: set[str] = set()
         self._verdict: WatchdogVerdict | None = None
         self._verdict_reached, self._connection_lost, self._exit_reached = Event(), Event(), Event()
         self._work_done, self._all_ranks_done, self._stopping = Event(), Event(), Event()
@@ -82,8 +88,8 @@ class RankWatchdog:
         self._thread.start()
         self._guard_thread.start()
 
-    def finish(self) -> None:
-        """Wait until all ranks are done. PeerError or SystemExit if one of them failed.
+    def finish(self) -> BaseException | None:
+        """Wait until all ranks are done. Returns the error to raise if one of them failed.
 
         No rank leaves early: a launcher ends the others when the first one exits with anything but 0, and the store
         may live in rank 0.
@@ -95,8 +101,9 @@ class RankWatchdog:
         self._stopping.set()
         verdict = self._verdict
         if verdict is not None and verdict.rank != NO_RANK and not self._all_ranks_done.is_set():
-            raise self._peer_failure(verdict)
+            return self._peer_failure(verdict)
         self._thread.join(HEARTBEAT_S)  # a daemon: if it is in a call that never returns, it ends with the process
+        return None
 
     def handle_error(self, error: BaseException) -> BaseException | None:
         """The main thread ends with `error`: report it to the other ranks, or find out which of them caused it.
@@ -160,7 +167,7 @@ class RankWatchdog:
         assert self._verdict is not None
         if self._verdict.rank == NO_RANK or self._stopping.wait(GRACE_S):
             return
-        self._exit(self._verdict_message(self._verdict))
+        self._exit(self._verdict_message(self._verdict), visible=self._claims_report(self._verdict))
 
     def _run_guard(self) -> None:
         """End the run if the watchdog's thread hangs in a call to the store.
@@ -196,6 +203,7 @@ class RankWatchdog:
         if done and all(rank.report is not None and rank.report.left for rank in observed):
             self._all_ranks_done.set()
             return
+        self._note_stopped_ranks(observed)
         silent_s = min(SILENCE_S, self._stall_timeout_s) if broken else None
         verdict = diagnose(observed, self._stall_timeout_s, silent_s)
         if verdict is not None:
@@ -214,6 +222,18 @@ class RankWatchdog:
             where=location.where,
             left=left,
         )
+
+    def _note_stopped_ranks(self, observed: Sequence[ObservedRank]) -> None:
+        """Print which ranks of this node are stopped, long before that ends the job; one rank prints for all."""
+        for rank in observed:
+            if rank.state is not ProcessState.STOPPED or rank.silent_s < STOPPED_NOTE_S or rank.report is None:
+                continue
+            stop = f"watch/stopped/{rank.rank}/{rank.report.beat}"  # a rank that continues may be stopped again
+            if stop not in self._noted_stops and self._claim(stop):
+                problem = f"{rank.report.label()} is stopped (SIGSTOP, or a debugger), and the others wait for it"
+                remedy = f"continue it with `kill -CONT {rank.report.pid}`"
+                _print(f"{problem}; {remedy}, or the job ends in {self._stall_timeout_s - rank.silent_s:.0f} s")
+            self._noted_stops.add(stop)
 
     def _publish_verdict(self, verdict: WatchdogVerdict) -> WatchdogVerdict:
         """Returns the verdict that counts for all ranks: the first that any of them published."""
@@ -243,7 +263,7 @@ class RankWatchdog:
             return
         self._verdict = WatchdogVerdict(NO_RANK, NO_RANK, "", f"the launcher of the first node {problem}")
         self._verdict_reached.set()
-        _print(f"{self._verdict.text}; saving and stopping")
+        _print(f"{self._verdict.text}; saving and stopping")  # each rank: without a store they cannot agree on one
         os.kill(os.getpid(), signal.SIGTERM)
         if not self._stopping.wait(limit_s):
             self._exit(self._verdict_message(self._verdict))
@@ -253,40 +273,49 @@ class RankWatchdog:
     def _verdict_message(self, verdict: WatchdogVerdict) -> str:
         return f"{verdict.text}; rank {self._launch_env.rank} ends with it, and {RESUME_HINT}"
 
-    def _speaks_for_node(self, verdict: WatchdogVerdict) -> bool:
-        """Whether this rank prints the verdict for its node: the lowest local rank that is not the one at fault."""
-        about_first = verdict.node == self._identity.node and verdict.local_rank == 0
-        return self._launch_env.local_rank == (1 if about_first else 0)
+    def _claims_report(self, verdict: WatchdogVerdict) -> bool:
+        """Whether this rank prints the verdict for its node: the first one that asks, but not the rank at fault, unless
+        it is alone there."""
+        if verdict.rank == NO_RANK:
+            return self._launch_env.local_rank == 0
+        if verdict.rank == self._launch_env.rank and self._launch_env.local_world_size > 1:
+            return False
+        key = f"watch/reported/{self._identity.node}"
+        with suppress(RuntimeError, TimeoutError):  # without a store the ranks cannot agree, and each prints it
+            return call_with_timeout(DIAGNOSIS_S, lambda: self._claim(key))
+        return True
+
+    def _claim(self, key: str) -> bool:
+        """Whether this rank is the first one to claim the key."""
+        name = str(self._launch_env.rank)
+        return self._store.compare_set(key, "", name) == name.encode()
 
     def _peer_failure(self, verdict: WatchdogVerdict) -> BaseException:
         """The error that ends this process when another rank is at fault."""
-        self._exit_soon(message := self._verdict_message(verdict))
-        return PeerError(message) if self._speaks_for_node(verdict) else SystemExit(1)
+        message, claimed = self._verdict_message(verdict), self._claims_report(verdict)
+        self._exit_soon(message, visible=claimed)
+        return PeerError(message) if claimed else SystemExit(1)
 
-    def _exit_soon(self, message: str) -> None:
+    def _exit_soon(self, message: str, *, visible: bool = True) -> None:
         """Write the reason for torchrun, and end this process after CLEANUP_S if it has not ended by itself."""
-        self._write_error_file(message)
+        self._write_own_error_file(message)
         atexit.register(self._exit_reached.set)
-        threading.Thread(target=self._exit_after_cleanup_time, args=(message,), name="end", daemon=True).start()
+        arguments = (message, visible)
+        threading.Thread(target=self._exit_after_cleanup_time, args=arguments, name="end", daemon=True).start()
 
-    def _exit_after_cleanup_time(self, message: str) -> None:
+    def _exit_after_cleanup_time(self, message: str, visible: bool) -> None:
         time.sleep(CLEANUP_S)
-        if self._exit_reached.is_set():
-            os._exit(1)
-        self._exit(message)
+        self._exit(message, visible=visible and not self._exit_reached.is_set())
 
-    def _exit(self, message: str) -> None:
-        _print(message)
-        self._write_error_file(message)
+    def _exit(self, message: str, *, visible: bool = True) -> None:
+        if visible:
+            _print(message)
+        self._write_own_error_file(message)
         os._exit(1)
 
-    def _write_error_file(self, message: str) -> None:
-        """torchrun prints the message of the first rank that wrote its error file."""
-        path = self._launch_env.error_file
-        if path is not None and not path.exists():
-            error_report = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
-            with suppress(OSError):  # the message is on the screen already; the file improves the launcher's summary
-                path.write_text(json.dumps(error_report))
+    def _write_own_error_file(self, message: str) -> None:
+        if self._launch_env.error_file is not None:
+            write_error_file(self._launch_env.error_file, message, time.time())
 
 
 class PeerReports:
@@ -311,9 +340,14 @@ class PeerReports:
         return [ObservedRank(rank, self._reports.get(rank), self._silent_s[rank], self._state(rank)) for rank in ranks]
 
     def kill_if_stopped(self, verdict: WatchdogVerdict) -> None:
-        """Kill the rank at fault if it is a stopped process of this node: launchers wait long for a stopped process."""
+        """Kill the rank at fault if it is a stopped process of this node: launchers wait long for a stopped process.
+
+        Its error file then says that it was stopped: the launcher itself only sees that SIGKILL ended it.
+        """
         report = self._reports.get(verdict.rank)
         if report is not None and self._state(verdict.rank) is ProcessState.STOPPED and not report.left:
+            if report.error_file:
+                write_error_file(Path(report.error_file), verdict.text, time.time() - self._silent_s[verdict.rank])
             with suppress(ProcessLookupError):  # it ended by itself
                 os.kill(report.pid, signal.SIGKILL)
 
@@ -339,14 +373,19 @@ def watch_ranks(store: Store, env: LauncherEnvironment, heartbeat: Heartbeat, *,
     with TerminationSignals() as signals:
         watchdog.start()
         try:
-            yield
+            with interrupts_win():
+                yield
+            failure = watchdog.finish()
         except BaseException as error:
+            forget_interrupts()  # `error` is one of them, or there was none; from here on the watchdog decides
             signals.ignore()  # a launcher sends SIGTERM next: the error must stay the reason
             replacement = watchdog.handle_error(error)
             if replacement is None:
                 raise
             raise replacement from error
-        watchdog.finish()
+        if failure is not None:
+            signals.ignore()
+            raise failure
 
 
 def _clone_store(store: Store, timeout_s: float) -> Store:
@@ -358,6 +397,17 @@ def _clone_store(store: Store, timeout_s: float) -> Store:
         raise PeerError(f"{problem}; check that it is running") from error
     clone.set_timeout(timedelta(seconds=timeout_s))  # a shorter one would end a job whose launcher is slow once
     return clone
+
+
+def write_error_file(path: Path, message: str, timestamp_s: float) -> None:
+    """Write why a process ended, unless its file exists. torchrun prints the message with the earliest time first."""
+    error_report = {"message": {"message": message, "extraInfo": {"timestamp": str(int(timestamp_s))}}}
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    with suppress(OSError):  # the message is on the screen already; the file improves the launcher's summary
+        if path.exists():
+            return
+        temporary.write_text(json.dumps(error_report))
+        os.replace(temporary, path)  # torchrun may read it at any moment
 
 
 def _first_lines(error: BaseException) -> str:
@@ -372,7 +422,10 @@ def _print(text: str) -> None:
 
 
 class TerminationSignals:
-    """Inside the block, SIGTERM and SIGHUP raise SystemExit in the main thread, unless they already have a handler."""
+    """Inside the block, SIGTERM and SIGHUP raise SystemExit in the main thread, unless they already have a handler.
+
+    Once they are ignored they stay so: the process is about to end, and must not be ended before it has said why.
+    """
 
     def __enter__(self) -> Self:
         signals = TERMINATION_SIGNALS if threading.current_thread() is threading.main_thread() else ()
@@ -382,6 +435,7 @@ class TerminationSignals:
 
     def ignore(self) -> None:
         self._set_handler(signal.SIG_IGN)
+        self._handled.clear()
 
     def __exit__(self, *error: object) -> None:
         self._set_handler(signal.SIG_DFL)
@@ -397,4 +451,4 @@ def termination_signal(error: BaseException) -> str | None:
 
 
 def _raise_system_exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    raise_interrupt(SystemExit(128 + number))
