@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 from supertuner.config.sources.load import LoadedConfig
 from supertuner.core.events import NullSink
 from supertuner.core.host import HostFacts
+from supertuner.core.interrupts import interrupts_win
 from supertuner.core.types import JSON
-from supertuner.plan.forecast.results import RunForecast
+from supertuner.plan.forecast.forecast_store import cached_forecast
+from supertuner.plan.forecast.results import EstimateOptions, RunForecast
 from supertuner.plan.forecast.target_machine import find_machine_capacity
 from supertuner.plan.placement.plan import MemoryPlan
 from supertuner.sinks.console import ConsoleSink
 
 if TYPE_CHECKING:
-    from supertuner.plan.forecast.forecast import RunEstimate
+    from supertuner.plan.forecast.timeline import MemoryTimeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ def estimate(
     """Forecast the memory, disk and time of a run on a machine.
 
     The run's steps are traced on fake tensors. The first forecast of a large model takes about a minute; traces are
-    cached below `run.output_dir`, so that later forecasts take seconds.
+    cached below `run.output_dir`, so that later forecasts take seconds; so is the forecast itself, so that the same
+    question again is answered at once.
 
     Args:
         config: The configuration, from `load_config`.
@@ -67,9 +70,10 @@ def estimate(
         OptionError: The machine is not known.
         ModelError: The model must be downloaded first, or cannot process a bucket of the data.
     """
-    return estimate_runs([config], machine, samples=samples, compute_share=compute_share, advise=advise)[0].forecast
+    return estimate_runs([config], machine, samples=samples, compute_share=compute_share, advise=advise)[0]
 
 
+@interrupts_win()
 def estimate_runs(
     configs: Sequence[LoadedConfig],
     machine: str | None = None,
@@ -78,23 +82,34 @@ def estimate_runs(
     compute_share: float | None = None,
     advise: bool = True,
     console: ConsoleSink | NullSink | None = None,
-) -> list[RunEstimate]:
-    """Like `estimate`, for several configurations on the same machine; the results also have the traces.
+) -> list[RunForecast]:
+    """Like `estimate`, for several configurations on the same machine.
 
     Changes of the settings (`advise`) are evaluated only for the first configuration. `console` shows progress.
     """
     capacity = find_machine_capacity(machine, HostFacts())
     progress = console or NullSink()
-    with progress.phase("loading libraries"):  # torch and diffusers: this import takes seconds
-        from supertuner.plan.forecast.forecast import EstimateOptions, estimate_run
     return [
-        estimate_run(
+        cached_forecast(
             config.config, capacity, EstimateOptions(samples, compute_share, advise and not at), progress, progress
         )
         for at, config in enumerate(configs)
     ]
 
 
+@interrupts_win()
+def memory_timeline(
+    config: LoadedConfig, machine: str | None = None, *, samples: int | None = None, console: ConsoleSink | NullSink
+) -> tuple[str, MemoryTimeline]:
+    """The training phase that needs the most memory, and its memory over time with everything on the GPU."""
+    capacity = find_machine_capacity(machine, HostFacts())
+    from supertuner.plan.forecast.forecast import estimate_run
+
+    estimate = estimate_run(config.config, capacity, EstimateOptions(samples, advise=False), console, console)
+    return estimate.fullest_expert().phase, estimate.memory_timeline()
+
+
+@interrupts_win()
 def plan(config: LoadedConfig, machine: str | None = None, *, samples: int | None = None) -> RunPlan:
     """Plan the memory of a run on a machine, with the `plan.*` settings applied.
 

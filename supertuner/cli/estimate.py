@@ -68,6 +68,7 @@ def estimate(  # many parameters: one parameter per option
         compute_share=compute_share,
         advise=not no_advice,
         what_ifs=tuple(what_if or ()),
+        plot=plot is not None,
     )
     with ConsoleSink() as console:
         forecast = tool.run_estimate(request, console)

@@ -23,6 +23,11 @@ from supertuner.memory.driver import DeviceProperties
 
 FigureOrigin: TypeAlias = Literal["spec", "measured by others", "unknown"]
 
+ONE_POOL_SHARE: Final = 0.9
+"""Share of a pool's usable memory that a run may take. A full pool stops the whole machine instead of ending one
+process (NVIDIA/open-gpu-kernel-modules issue 1358, NVIDIA/dgx-spark-playbooks issue 97; at about 109.5 GiB in
+MiaAI-Lab/GLM-5.3-Flash-EXL3-2x-DGX-Sparks issue 118). The kernel, the page cache, Python and its libraries are in the
+same memory, and no forecast includes them."""
 GB_S: Final = 1e9
 TFLOPS: Final = 1e12
 
@@ -106,6 +111,10 @@ _HOPPER_FP32 = "pc2/GPUInspector.jl pull request 27: theoretical peak that it co
 _GB200 = "NVIDIA's specifications of a GB200 NVL72, per GPU, as copied by zdszero.github.io (Hardware)"
 _NVL72 = "NVIDIA's page on GB200 NVL72, as copied by Regatta's node profiles"
 _GB10 = "NVIDIA's page on DGX Spark, as copied by ai-infrastructure.net/dgx-spark"
+_GB10_USABLE = (
+    "NVIDIA/open-gpu-kernel-modules issue 1358: MemTotal 121.7 GiB, of which about 119 GiB are usable; one pool, sold "
+    "as 128 GB. Others found 102 GiB free at the start (MiaAI-Lab/GLM-5.3-Flash-EXL3-2x-DGX-Sparks issue 47)"
+)
 _GB10_BF16 = ": about 125, dense by its ratio to NVIDIA's 1 PFLOP of sparse FP4; 62.5 by the ratios of the RTX 5090"
 _ROCM = "ROCm documentation, Instinct architecture information"
 _MI300A = "AMD's data on MI300A, as copied by vengineer.hatenablog.com (2023-12-11)"
@@ -209,8 +218,8 @@ _ROWS: Final = (
         title="GB10 (DGX Spark)",
         # "NVIDIA GB10": found.
         name_pattern=r"(NVIDIA )?GB10",
-        gpu_bytes=_spec(128 * GIB, _GB10 + ": one pool of 128 GB LPDDR5x; the kernel sees less"),
-        host_bytes=_spec(128 * GIB, _GB10 + ": the same pool"),
+        gpu_bytes=_measured(119 * GIB, _GB10_USABLE),
+        host_bytes=_measured(119 * GIB, _GB10_USABLE),
         gpu_read_bytes_s=_spec(273 * GB_S, _GB10 + ": 273 GB/s"),
         gpu_write_bytes_s=_spec(273 * GB_S, _GB10 + ": 273 GB/s" + _READS_AND_WRITES),
         host_bytes_s=_spec(273 * GB_S, _GB10 + ": the same memory; no source found for the CPU alone"),
@@ -228,7 +237,9 @@ _ROWS: Final = (
         title="MI300A",
         # "AMD Instinct MI300A Accelerator": found, as the name of the CPU.
         name_pattern=r"AMD Instinct MI300A.*",
-        gpu_bytes=_spec(128 * GIB, _ROCM + ": MI300A, VRAM 128 GiB; one pool"),
+        gpu_bytes=_spec(
+            128 * GIB, _ROCM + ": MI300A, VRAM 128 GiB; one pool. No source found for what is usable of it"
+        ),
         host_bytes=_spec(128 * GIB, _ROCM + ": the same pool"),
         gpu_read_bytes_s=_spec(
             5300 * GB_S, _NOTES + ": 5.3 TB/s; a peak according to ROCm/rocm_bandwidth_test issue 121"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeGuard
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from supertuner.core.errors import ModelError
 from supertuner.core.events import DecisionEvent
@@ -15,6 +17,10 @@ from supertuner.models.library_guards import exclusive_construction
 TOLERANCE = {"int8": 0.02, "fp8": 0.06}
 """Largest relative error of a layer of random weights, in its output and its input's gradient. Measured: 0.6 % (int8)
 and 2.6 % (fp8)."""
+
+EightBitFormat: TypeAlias = Literal["int8", "fp8"]
+LayerFunction: TypeAlias = Callable[[str, nn.Module], object]
+"""Called with the name and the module of a layer."""
 
 
 class QuantizedLinear(nn.Linear):
@@ -45,13 +51,16 @@ class _QuantizedLinearFunction(torch.autograd.Function):
 
 
 @exclusive_construction()
-def quantize_blocks(module: nn.Module, kind: Literal["int8", "fp8"], device: torch.device) -> DecisionEvent:
+def quantize_blocks(
+    module: nn.Module, kind: EightBitFormat, device: torch.device, prepare: LayerFunction | None = None
+) -> DecisionEvent:
     """Quantize the linear layers in the module's numbered blocks, in place; they compute in their previous format.
 
-    Call before attaching adapters. Layers outside the blocks (embeddings of time and text, the last layer) are not
-    quantized: they are small and the most sensitive.
+    `prepare` is called for each of these layers just before it is quantized. It may move the layer to another device,
+    where then only one layer at a time has its previous format. Layers outside the blocks (embeddings of time and text,
+    the last layer) are not quantized: they are small and the most sensitive. Call before attaching adapters.
     """
-    layers = {name: layer for name, layer in module.named_modules() if _in_block(layer, name)}
+    layers = quantizable_layers(module)
     if not layers:
         raise ModelError(
             f'model.base_weights is "{kind}", but {type(module).__name__} has no linear layers in numbered blocks; '
@@ -61,6 +70,8 @@ def quantize_blocks(module: nn.Module, kind: Literal["int8", "fp8"], device: tor
         check_quantization(kind, device, next(iter(layers.values())).weight.dtype)
     before = stored_bytes(module)
     for name, layer in layers.items():
+        if prepare is not None:
+            prepare(name, layer)
         parent, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(parent), attribute, quantize_linear(layer, kind))
     after = stored_bytes(module)
@@ -72,7 +83,12 @@ def quantize_blocks(module: nn.Module, kind: Literal["int8", "fp8"], device: tor
     )
 
 
-def quantize_linear(layer: nn.Linear, kind: Literal["int8", "fp8"]) -> QuantizedLinear:
+def quantizable_layers(module: nn.Module) -> dict[str, nn.Linear]:
+    """The layers that `quantize_blocks` quantizes, in its order."""
+    return {name: layer for name, layer in module.named_modules() if _in_block(layer, name)}
+
+
+def quantize_linear(layer: nn.Linear, kind: EightBitFormat) -> QuantizedLinear:
     """A layer with the quantized weight of `layer`, which must not be used afterwards."""
     from torchao.quantization import quantize_
 
@@ -83,7 +99,7 @@ def quantize_linear(layer: nn.Linear, kind: Literal["int8", "fp8"]) -> Quantized
     return quantized.train(layer.training)
 
 
-def check_quantization(kind: Literal["int8", "fp8"], device: torch.device, dtype: torch.dtype) -> None:
+def check_quantization(kind: EightBitFormat, device: torch.device, dtype: torch.dtype) -> None:
     """Run a small quantized layer forward and backward on `device`. Raises ModelError if it fails or is inaccurate."""
     generator = torch.Generator().manual_seed(0)
     weight, inputs, upstream = (torch.randn(64, 64, generator=generator).to(device, dtype) for _ in range(3))
@@ -111,7 +127,7 @@ def stored_bytes(module: nn.Module) -> int:
     return sum(_tensor_bytes(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
-def _config(kind: Literal["int8", "fp8"]) -> Any:
+def _config(kind: EightBitFormat) -> Any:
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
     # set_inductor_config would change compiler settings of the whole process.
@@ -128,10 +144,11 @@ def _in_block(layer: nn.Module, name: str) -> TypeGuard[nn.Linear]:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> int:
-    if type(tensor.data) is torch.Tensor:
+    wrapper: Any = tensor
+    if not is_traceable_wrapper_subclass(wrapper):
         return tensor.nbytes
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return sum(_tensor_bytes(getattr(tensor, name)) for name in names)
+    names, _ = wrapper.__tensor_flatten__()
+    return sum(_tensor_bytes(getattr(wrapper, name)) for name in names)
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

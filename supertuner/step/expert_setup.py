@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -16,12 +17,18 @@ from torch import nn
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import TrainError
 from supertuner.core.events import DecisionEvent, NoteEvent, Sink
+from supertuner.models import loading
 from supertuner.models.adapters import attach as adapters
 from supertuner.models.adapters.attach import TrainableExpert
 from supertuner.models.attention import use_backend
 from supertuner.models.block_compilation import compile_blocks
-from supertuner.models.objective.from_settings import build_objective, weighting_decisions
-from supertuner.models.quantization import quantize_blocks
+from supertuner.models.objective.from_settings import (
+    build_objective,
+    guidance_decisions,
+    weighting_decisions,
+    with_training_guidance,
+)
+from supertuner.models.quantization import LayerFunction, QuantizedLinear, quantize_blocks
 from supertuner.models.spec import Expert, Family, ModelDescription
 from supertuner.optim.ema import EmaWeights
 from supertuner.optim.optimizer_registry import build_optimizer
@@ -48,6 +55,33 @@ def quantize_base_weights(config: RunConfig, module: nn.Module, precision: Compu
     """Quantize weights that are not trained as `model.base_weights` says, in place. Call before attaching adapters."""
     if config.model.base_weights != "as_computed":
         sink.emit(quantize_blocks(module, config.model.base_weights, precision.device))
+
+
+def place_base_weights(
+    module: nn.Module,
+    kind: Literal["as_computed", "int8", "fp8"],
+    device: torch.device,
+    sink: Sink,
+    *,
+    compute_device: torch.device | None = None,
+    change_layer: LayerFunction | None = None,
+) -> None:
+    """Copy a loaded module to `device`, and quantize its weights as `model.base_weights` (`kind`) says, layer by layer.
+
+    The whole module is never there in 16 bits. `change_layer` may change a layer on the device before it is quantized.
+    `compute_device`: where the layers will compute, if it is another device. Call before attaching adapters.
+    """
+
+    def prepare(name: str, part: nn.Module) -> None:
+        loading.place_tensors(part, device, recurse=False)
+        if change_layer is not None:
+            change_layer(name, part)
+
+    if kind != "as_computed":
+        sink.emit(quantize_blocks(module, kind, compute_device or device, prepare))
+    for name, part in module.named_modules():
+        if not isinstance(part, QuantizedLinear):
+            prepare(name, part)
 
 
 def build_trainable_expert(
@@ -106,14 +140,15 @@ def build_step_options(
     sink: Sink,
     place_optimizer_state: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StepOptions:
-    """The options that are the same in every window of the run. Reports a changed loss weighting to `sink`."""
+    """The options that are the same in every window of the run. Reports settings that have no effect to `sink`."""
     objective = build_objective(config.objective, family, model)
-    for decision in weighting_decisions(config.objective, objective):
+    for decision in (*weighting_decisions(config.objective, objective), *guidance_decisions(config.objective, model)):
         sink.emit(decision)
     return StepOptions(
-        denoise=partial(family.denoise, model),
+        denoise=partial(family.denoise, with_training_guidance(config.objective, model)),
         objective=objective,
         precision=precision,
         max_grad_norm=config.train.max_grad_norm,
+        max_grad_value=config.train.max_grad_value,
         place_optimizer_state=place_optimizer_state,
     )

@@ -77,6 +77,7 @@ class StepOptions:
     objective: TrainingObjective
     precision: ComputePrecision
     max_grad_norm: float | None = None
+    max_grad_value: float | None = None
     place_optimizer_state: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context in which the optimizer allocates its state, which may live in another memory than activations."""
     reduction: GradientReduction | None = None
@@ -165,7 +166,7 @@ def train_window(
     figures = options.copy_to_host(torch.cat([loss.reshape(1), norm.reshape(1), losses]))
     result = _window_result(figures, positions, expert_state.loss_scaler)
     if result.finite:
-        _clip(gradients, norm, options.max_grad_norm)
+        _clip(gradients, norm, options)
         expert_state.optimizer.set_learning_rate(learning_rate)
         with options.place_optimizer_state():
             _update_weights(expert_state)
@@ -289,11 +290,20 @@ def _unscaled_norm(gradients: list[torch.Tensor], scale: float, device: torch.de
     return norm
 
 
-def _clip(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float | None) -> None:
-    """Scale the gradients down to `max_norm` if their norm is larger. The device decides; the host does not wait."""
-    if max_norm is not None:
-        for same_device in _by_device(gradients):
+def _clip(gradients: list[torch.Tensor], norm: torch.Tensor, options: StepOptions) -> None:
+    """Scale the gradients down to `max_grad_norm` if their norm is larger, or limit each element to `max_grad_value`.
+
+    The device decides; the host does not wait.
+    """
+    max_norm, max_value = options.max_grad_norm, options.max_grad_value
+    if max_norm is None and max_value is None:
+        return
+    for same_device in _by_device(gradients):
+        if max_norm is not None:
             torch._foreach_mul_(same_device, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(same_device[0].device))
+        if max_value is not None:
+            torch._foreach_clamp_min_(same_device, -max_value)
+            torch._foreach_clamp_max_(same_device, max_value)
 
 
 def _by_device(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from supertuner.api.forecasting import estimate_runs
+from supertuner.api.forecasting import estimate_runs, memory_timeline
 from supertuner.config.sources.load import load_config
 from supertuner.core.durable import write_bytes
 from supertuner.core.errors import OptionError
@@ -18,10 +18,11 @@ from supertuner.core.types import JSON, bytes_text
 from supertuner.plan.forecast.report import align_columns, report_lines
 from supertuner.plan.forecast.results import RunForecast, step_duration_text
 from supertuner.sinks.console import ConsoleSink
+from supertuner.sinks.phase_counters import rate_text
 from supertuner.tools.estimate_picture import PassBand, StepMemoryChart, WhatIfBar, WhatIfChart, render_estimate
 
 if TYPE_CHECKING:
-    from supertuner.plan.forecast.forecast import RunEstimate
+    from supertuner.plan.forecast.timeline import MemoryTimeline
 
 
 WHAT_IF_PATTERN = re.compile(r"\s*(?P<key>[^=]+?)\s*=\s*(?P<values>.+)")
@@ -38,27 +39,29 @@ class EstimateRequest:
     compute_share: float | None = None
     advise: bool = True
     what_ifs: tuple[str, ...] = ()
+    plot: bool = False
+    """The result also has the memory of a step over time, which needs its traces."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class WhatIfResult:
-    """The estimate with one value of the setting."""
+    """The forecast with one value of the setting."""
 
     value: str
-    estimate: RunEstimate
+    forecast: RunForecast
     current: bool
     """True: the configuration has this value."""
 
     @property
     def samples_per_s(self) -> str:
         """As text; empty: unknown."""
-        timing = self.estimate.forecast.timing
-        return "" if timing is None else f"{timing.window / timing.paces[0].step_s:.3g}"
+        timing = self.forecast.timing
+        return "" if timing is None else rate_text(timing.window / timing.paces[0].step_s)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class WhatIfComparison:
-    """The estimates with each value of one setting."""
+    """The forecasts with each value of one setting."""
 
     key: str
     results: tuple[WhatIfResult, ...]
@@ -66,14 +69,12 @@ class WhatIfComparison:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EstimateResult:
-    """The estimate, and a comparison for each `--what-if`."""
+    """The forecast, and a comparison for each `--what-if`."""
 
-    estimate: RunEstimate
+    forecast: RunForecast
     what_ifs: tuple[WhatIfComparison, ...]
-
-    @property
-    def forecast(self) -> RunForecast:
-        return self.estimate.forecast
+    timeline: tuple[str, MemoryTimeline] | None = None
+    """The fullest training phase, and its memory over time; None: it was not asked for."""
 
     @property
     def fits(self) -> bool:
@@ -92,7 +93,7 @@ def run_estimate(request: EstimateRequest, console: ConsoleSink) -> EstimateResu
     ]
     for note in loaded.notes:
         console.emit(note)
-    estimate, *others = estimate_runs(
+    forecast, *others = estimate_runs(
         [loaded, *alternatives],
         request.machine,
         samples=request.samples,
@@ -102,7 +103,10 @@ def run_estimate(request: EstimateRequest, console: ConsoleSink) -> EstimateResu
     )
     remaining = iter(zip(others, (other.config == loaded.config for other in alternatives), strict=True))
     results = [(key, tuple(WhatIfResult(value, *next(remaining)) for value in values)) for key, values in what_ifs]
-    return EstimateResult(estimate, tuple(WhatIfComparison(*result) for result in results))
+    timeline = (
+        memory_timeline(loaded, request.machine, samples=request.samples, console=console) if request.plot else None
+    )
+    return EstimateResult(forecast, tuple(WhatIfComparison(*result) for result in results), timeline)
 
 
 def parse_what_if(text: str) -> tuple[str, list[str]]:
@@ -140,7 +144,7 @@ def estimate_lines(result: EstimateResult) -> list[str]:
 def _what_if_table(what_if: WhatIfComparison) -> list[str]:
     rows = [[f"what if {what_if.key} were", "all on the GPU", "", "a step", "samples/s", "the run"]]
     for one in what_if.results:
-        forecast = one.estimate.forecast
+        forecast = one.forecast
         timing, fullest = forecast.timing, forecast.fullest_phase
         times = (None, None) if timing is None else (timing.paces[0].step_s, timing.paces[0].total_s)
         step, total = ("" if seconds is None else step_duration_text(seconds) for seconds in times)
@@ -154,7 +158,7 @@ def estimate_json(result: EstimateResult) -> dict[str, JSON]:
     """The forecast (`RunForecast.to_dict`), and under `what_if` those of other values."""
     what_ifs: list[JSON] = []
     for what_if in result.what_ifs:
-        tried: list[JSON] = [{"value": one.value, **one.estimate.forecast.to_dict()} for one in what_if.results]
+        tried: list[JSON] = [{"value": one.value, **one.forecast.to_dict()} for one in what_if.results]
         what_ifs.append({"key": what_if.key, "tried": tried})
     return {**result.forecast.to_dict(), "what_if": what_ifs}
 
@@ -186,12 +190,13 @@ def estimate_png(result: EstimateResult) -> bytes:
 
 
 def _step_chart(result: EstimateResult, limit: int | None) -> StepMemoryChart:
-    forecast, timeline = result.forecast, result.estimate.memory_timeline()
+    assert result.timeline is not None, "EstimateRequest.plot was not set"
+    forecast, (phase, timeline) = result.forecast, result.timeline
     unit_s, unit = _time_unit(float(timeline.edges[-1])) if timeline.in_seconds else (1.0, "operators")
     followed = any(phase.plan_estimate is not None for phase in forecast.phases)
     description = "a micro-batch and the update, modelled" + (", before any plan" if followed else "")
     return StepMemoryChart(
-        title=f"{forecast.model}: {result.estimate.fullest_expert().trace.phase}",
+        title=f"{forecast.model}: {phase}",
         note=f"{description}; {forecast.settings}",
         edges=timeline.edges / unit_s,
         bytes_by_class=timeline.bytes_by_class,
@@ -209,7 +214,7 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 
 
 def _what_if_bar(result: WhatIfResult) -> WhatIfBar:
-    forecast = result.estimate.forecast
+    forecast = result.forecast
     classes = {} if forecast.fullest_phase is None else forecast.fullest_phase.gpu
     rate = f"{result.samples_per_s} samples/s" if result.samples_per_s else ""
     return WhatIfBar(result.value, classes, forecast.step_seconds, result.current, rate)

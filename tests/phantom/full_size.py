@@ -13,9 +13,11 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -23,23 +25,25 @@ from torch import nn
 from supertuner.config.settings.model import ModelSettings
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import NullSink
+from supertuner.models import loading
 from supertuner.models.published_models import describe_model
 from supertuner.models.spec import Expert, Family, ModelDescription
 from supertuner.plan.trace.caching_allocator import simulate_allocator
 from supertuner.plan.trace.cuda_kernels import CudaDevice
 from supertuner.plan.trace.cuda_reductions import GpuChip
 from supertuner.plan.trace.encoder_shapes import BatchShape, EncoderShapeProbe
+from supertuner.plan.trace.recorder import FakeScalarMode
 from supertuner.plan.trace.trace_training_step import trace_training_step
 from supertuner.step.batch import StepBatch
 from supertuner.step.expert_setup import (
     build_expert_state,
     build_step_options,
     build_trainable_expert,
-    quantize_base_weights,
+    place_base_weights,
     weight_dtype,
 )
 from supertuner.step.precision import ComputePrecision
-from supertuner.step.train_step import train_window
+from supertuner.step.train_step import ExpertState, train_window
 
 GIB = 1 << 30
 WAN = "wan-ai/wan2.2-t2v-a14b-diffusers"
@@ -127,16 +131,16 @@ def on_the_phantom(case: Case) -> Bytes:
     config, family, model, expert, shape = _described(case)
     device = torch.device("cuda")
     precision = ComputePrecision(config.train.mixed_precision, device)
-    module = placed(device, family.load_denoiser(model, expert, weight_dtype(config, precision)))
-    quantize_base_weights(config, module, precision, NullSink())
+    module = family.load_denoiser(model, expert, weight_dtype(config, precision))
+    load_uninitialized(module, config, device)
     trained = build_trainable_expert(config, family, expert, module, precision, NullSink())
     expert_state = build_expert_state(config, expert, trained, precision)
+    _read_ones_instead_of_zeros(expert_state)
     options = build_step_options(config, family, model, precision, NullSink())
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
-        with torch.compiler.set_stance(
-            "force_eager"
-        ):  # LyCORIS compiles a part of itself, and there is no compiler here
+        # LyCORIS and torchao compile parts of themselves, and there is no compiler here.
+        with torch.compiler.set_stance("force_eager"):
             train_window(
                 expert_state,
                 zero_batches(shape, case.micro_batches, device),
@@ -177,24 +181,61 @@ def _described(case: Case) -> tuple[RunConfig, Family, ModelDescription, Expert,
     return config, family, model, expert, shape
 
 
+def _read_ones_instead_of_zeros(expert_state: ExpertState) -> None:
+    """Values that the optimizer reads are 1, as in a trace. On the phantom they would be 0, and Prodigy ends its step
+    early if all gradients are. Every tensor is allocated and released by torch as before."""
+    step = expert_state.optimizer.torch_optimizer.step
+
+    def step_with_ones() -> None:
+        with FakeScalarMode():
+            step()
+
+    expert_state.optimizer.torch_optimizer.step = step_with_ones
+
+
+def load_uninitialized(module: nn.Module, config: RunConfig, device: torch.device) -> None:
+    """Brings a module without weights to a device as a run does, layer by layer and quantized; only the copies from
+    host memory are replaced by uninitialized tensors."""
+    original = loading.place_tensors
+    loading.place_tensors = partial(_place_uninitialized, WeakValueDictionary())
+    try:
+        place_base_weights(module, config.model.base_weights, device, NullSink())
+    finally:
+        loading.place_tensors = original
+    _zero_plain_tensors(module)
+
+
 def placed(device: torch.device, module: nn.Module) -> nn.Module:
     """Moves a module from the meta device to this one, uninitialized; its plain tensors go to the CPU, as after
     loading."""
-    moved: dict[int, nn.Parameter] = {}
-    for part in module.modules():
+    _place_uninitialized(WeakValueDictionary(), module, device)
+    _zero_plain_tensors(module)
+    return module
+
+
+def _place_uninitialized(
+    moved: MutableMapping[nn.Parameter, nn.Parameter], module: nn.Module, device: torch.device, *, recurse: bool = True
+) -> None:
+    """`moved`: parameters without weights that were moved before → their replacements, because modules may share them.
+    It must not keep them alive: quantization replaces them."""
+    for part in module.modules() if recurse else (module,):
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                if id(parameter) not in moved:
+                replacement = moved.get(parameter)
+                if replacement is None:
                     values = torch.empty_like(parameter, device=device)
-                    moved[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                part._parameters[name] = moved[id(parameter)]
+                    replacement = moved[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                part._parameters[name] = replacement
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _zero_plain_tensors(module: nn.Module) -> None:
+    for part in module.modules():
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 vars(part)[name] = torch.zeros_like(value, device="cpu")
-    return module
 
 
 def _clear_caches(module: nn.Module) -> None:

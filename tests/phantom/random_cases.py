@@ -1,17 +1,24 @@
-"""Random training windows of all transformer families: widths, depths, shapes and settings."""
+"""Random training windows of all transformer families: widths, depths, shapes and settings.
+
+Optimizers and formats of base weights are those of the settings, so that a new one is drawn without a change here.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from supertuner.config.settings.model import ModelSettings
+from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.plan.trace.encoder_shapes import BatchShape, BatchTensorSpec
 from tests.phantom.full_size import EDIT, FLUX, QWEN, SD35, SD35_MEDIUM, WAN, WAN_5B, WAN_I2V, Case
 
 HALF = torch.bfloat16
+OPTIMIZER_NAMES: tuple[str, ...] = get_args(OptimizerSettings.model_fields["name"].annotation)
+BASE_FORMATS: tuple[str, ...] = get_args(ModelSettings.model_fields["base_weights"].annotation)
 Drawn = tuple[dict[str, Any], dict[str, BatchTensorSpec], dict[str, BatchTensorSpec], tuple[int, ...]]
 """Config of the denoiser, text, conditions, latents."""
 
@@ -44,12 +51,14 @@ def random_case(seed: int) -> Case:
         "ema_decay": draw.choice((None, None, 0.99)),
         "max_grad_norm": draw.choice((None, 1.0)),
     }
-    optimizer = {"name": draw.choice(("adamw", "adamw", "adafactor", "schedule_free"))}
+    optimizer = {"name": draw.choice(OPTIMIZER_NAMES)}
+    is_frozen = adapter["type"] != "full" and not adapter.get("dora")
+    model = {"base_weights": draw.choice(BASE_FORMATS) if is_frozen else "as_computed"}
     micro_batches = draw.choice((1, 1, 2, 3))
     sizes = f"{micro_batches} × {samples} samples of {latents}"
-    parts = [f"seed {seed}", path, str(denoiser), sizes, str(adapter), str(train)]
+    parts = [f"seed {seed}", path, str(denoiser), sizes, *map(str, (adapter, train, optimizer, model))]
     return Case(
-        title=", ".join([*parts, str(optimizer)]),
+        title=", ".join(parts),
         family=family,
         path=path,
         media=(),
@@ -58,6 +67,7 @@ def random_case(seed: int) -> Case:
         adapter=adapter,
         train=train,
         optimizer=optimizer,
+        model=model,
         denoiser=denoiser,
         shape=BatchShape(samples, latents, text, conditions),
     )

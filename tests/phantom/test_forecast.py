@@ -10,14 +10,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from supertuner.plan.trace.encoder_shapes import BatchShape, BatchTensorSpec
 from tests.phantom import encoders
 from tests.phantom.encoders import ENCODINGS, Encoding
-from tests.phantom.full_size import CASES, Bytes, Case, forecast, on_the_phantom
-from tests.phantom.random_cases import random_case
+from tests.phantom.full_size import CASES, FULL, WAN, Bytes, Case, forecast, on_the_phantom
+from tests.phantom.random_cases import BASE_FORMATS, OPTIMIZER_NAMES, random_case
 
 PROMISED = 0.03
 RESERVED = 0.06
@@ -27,6 +30,15 @@ QUICK = next(case for case in CASES if case.title.startswith("Wan2.2 14B I2V"))
 QUICK_SEEDS = (6, 7, 19, 22, 23, 24)
 """One of each family, with LoRA, DoRA and all weights. (LyCORIS compiles on CUDA, which warns, and pytest turns
 warnings into errors: those cases run in a separate process, below.)"""
+
+FEW_LAYERS = Case(
+    "four layers of Wan",
+    "wan2.2",
+    WAN,
+    (),
+    denoiser={"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 6144, "num_layers": 4},
+    shape=BatchShape(1, (16, 3, 40, 40), {"embeds": BatchTensorSpec((512, 4096), torch.bfloat16)}, {}),
+)
 
 
 def assert_close(modelled: Bytes, measured: Bytes) -> None:
@@ -41,6 +53,19 @@ def test_the_forecast_of_a_full_size_window_holds() -> None:
 @pytest.mark.parametrize("seed", QUICK_SEEDS)
 def test_the_forecast_of_a_random_window_holds(seed: int) -> None:
     assert_close(forecast(random_case(seed)), on_the_phantom(random_case(seed)))
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_the_forecast_of_every_optimizer_of_the_settings_holds(name: str) -> None:
+    """All weights are trained, so that the state of the optimizer and its temporaries have a large share."""
+    case = replace(FEW_LAYERS, optimizer={"name": name}, adapter=FULL)
+    assert_close(forecast(case), on_the_phantom(case))
+
+
+@pytest.mark.parametrize("base_weights", BASE_FORMATS)
+def test_the_forecast_of_every_format_of_base_weights_holds(base_weights: str) -> None:
+    case = replace(FEW_LAYERS, model={"base_weights": base_weights})
+    assert_close(forecast(case), on_the_phantom(case))
 
 
 @pytest.mark.phantom_long

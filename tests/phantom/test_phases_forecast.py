@@ -60,7 +60,7 @@ def parts_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of traces, modules without weights are built on the GPU."""
     load_on_meta = loading.load_module
 
-    def load_module(model: ModelDescription, part: str, dtype: torch.dtype) -> nn.Module:
+    def load_module(model: ModelDescription, part: str, dtype: torch.dtype, *place: object) -> nn.Module:
         module = load_on_meta(model, part, dtype)
         return module if _is_tracing() else on_the_gpu(module)
 

@@ -35,7 +35,9 @@ def test_it_trains_to_the_end(made: QuickstartResult) -> None:
 
 
 def test_both_experts_are_exported_whole(made: QuickstartResult) -> None:
-    assert [path.stem for path in made.training.adapters] == ["quickstart_high_noise", "quickstart_low_noise"]
+    assert [path.stem for path in made.training.adapters] == [
+        f"quickstart-step{STEPS:08d}_{expert}" for expert in ("high_noise", "low_noise")
+    ]
     for path in made.training.adapters:
         with safe_open(path, framework="pt") as file:
             assert any("lora_A" in name for name in file.keys())  # noqa: SIM118

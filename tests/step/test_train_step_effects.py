@@ -57,7 +57,7 @@ def train_steps(state: ExpertState, count: int, begin: int = 0) -> None:
         assert train_window(state, batches, samples=2, learning_rate=rate, options=tiny_step_options()).finite
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor", "prodigy", "schedule_free"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor", "prodigy", "schedule_free", "lion"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_window_that_is_not_finite_changes_nothing_and_names_its_samples(optimizer: str, value: float) -> None:
     state = tiny_expert_state(optimizer=optimizer, ema=0.9)
@@ -110,6 +110,17 @@ def test_gradients_above_the_limit_are_scaled_to_it_by_one_factor() -> None:
     first_moments = [limited.optimizer.torch_optimizer.state[p]["exp_avg"] for p in limited.parameters.values()]
     for moment, gradient in zip(first_moments, recorder.gradients, strict=True):
         assert torch.allclose(moment, 0.1 * gradient / 3, rtol=1e-4, atol=1e-9)
+
+
+def test_a_limit_by_value_clips_each_element_of_the_gradients_alone() -> None:
+    free, limited, recorder = tiny_expert_state(), tiny_expert_state(), GradientRecordingReduction()
+    batches, options = [build_batch([1, 2, 3], 3)], tiny_step_options()
+    train_window(free, batches, samples=3, learning_rate=1e-3, options=replace(options, reduction=recorder))
+    limit = float(torch.cat([gradient.flatten() for gradient in recorder.gradients]).abs().median())
+    train_window(limited, batches, samples=3, learning_rate=1e-3, options=replace(options, max_grad_value=limit))
+    first_moments = [limited.optimizer.torch_optimizer.state[p]["exp_avg"] for p in limited.parameters.values()]
+    for moment, gradient in zip(first_moments, recorder.gradients, strict=True):
+        assert torch.allclose(moment, 0.1 * gradient.clamp(-limit, limit), rtol=1e-5, atol=1e-9)
 
 
 def test_a_limit_above_the_norm_changes_no_bit() -> None:

@@ -15,7 +15,8 @@ class ParallelSettings(SettingsBlock):
     shard of the weights, and the weights of a block are gathered while it computes (FSDP2). "auto": as the launcher
     selects, else "ddp"."""
     cpu_offload: bool = False
-    """fsdp: keep weights, gradients and optimizer state in host memory; the CPU computes the optimizer step."""
+    """fsdp: keep weights, gradients and optimizer state in host memory; the CPU computes the optimizer step. Refused
+    where CPU and GPU share one memory."""
     reshard_after_forward: bool = True
     """fsdp: free the gathered weights of a block between its forward and backward pass. false: keep them, and gather
     them only once."""

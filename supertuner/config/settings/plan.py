@@ -21,7 +21,8 @@ class ForecastSettings(SettingsBlock):
 class PlanSettings(SettingsBlock):
     act: Literal["auto", "never"] = "auto"
     """Follow a plan: keep in GPU memory what fits, and move the rest to host memory and back while the GPU computes.
-    "auto": if the forecast made a plan, or a setting of this block is not "auto"."""
+    "auto": if the forecast made a plan, or a setting of this block is not "auto". Where CPU and GPU share one memory,
+    settings of this block that keep something in host memory have no effect."""
     weights: Literal["auto", "gpu", "streamed"] = "auto"
     """Where the weights of transformer blocks are: in GPU memory, or in host memory and copied to the GPU before each
     use."""

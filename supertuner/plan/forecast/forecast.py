@@ -13,9 +13,19 @@ from math import prod
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import NullSink, Progress, Sink
 from supertuner.data.ordering.buckets import Bucket
+from supertuner.memory.machines import ONE_POOL_SHARE
 from supertuner.plan.forecast import duration
+from supertuner.plan.forecast.dataset_sizes import DatasetSize
 from supertuner.plan.forecast.phase_memory import forecast_phases, validation_bucket
-from supertuner.plan.forecast.results import MachineCapacity, PhaseForecast, RunForecast, RunTiming, SuggestedChange
+from supertuner.plan.forecast.results import (
+    ASSUMED_COMPUTE_SHARE,
+    EstimateOptions,
+    MachineCapacity,
+    PhaseForecast,
+    RunForecast,
+    RunTiming,
+    SuggestedChange,
+)
 from supertuner.plan.forecast.run_model import ExpertForecast, RunModel, fullest_expert
 from supertuner.plan.forecast.storage import total_storage
 from supertuner.plan.forecast.suggestion_baseline import SuggestionBaseline
@@ -25,27 +35,13 @@ from supertuner.plan.forecast.timeline import MemoryTimeline, build_timeline
 from supertuner.plan.forecast.timing import RepeatedWork, RunWork, forecast_timing
 from supertuner.plan.forecast.trace_provider import CachedTraceProvider
 from supertuner.plan.placement.plan import MemoryPlan
-from supertuner.plan.placement.run_plans import RunPlanner
+from supertuner.plan.placement.run_plans import ONE_POOL_REASON, RunPlanner, plan_settings_on_machine
 from supertuner.plan.placement.throughput import MachineRates
 from supertuner.plan.trace.inference_phases import sample_work
+from supertuner.plan.trace.loading_phase import LOADING
 
-ASSUMED_COMPUTE_SHARE = 0.4
-"""Share of the published peak rates for a second column of times: 400 of a GH200's 990 TFLOPS. An assumption, not a
-measurement; `--compute-share` sets another."""
 LAUNCH_S = 5e-6
 """Approximate time to launch an operator on a GPU; used only to note where launches dominate."""
-
-
-@dataclass(frozen=True, slots=True)
-class EstimateOptions:
-    """What an estimate assumes and includes."""
-
-    samples: int | None = None
-    """Samples of each dataset that is not on this machine; None: unknown."""
-    compute_share: float | None = None
-    """Share of the peak rates for the second column of times; None: `ASSUMED_COMPUTE_SHARE`."""
-    advise: bool = True
-    """Also evaluate single changes of the settings."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -76,13 +72,17 @@ def estimate_run(
     options: EstimateOptions | None = None,
     sink: Sink | None = None,
     progress: Progress | None = None,
+    datasets: Sequence[DatasetSize] | None = None,
 ) -> RunEstimate:
     """The forecast of a run on a machine (`target_machine.find_machine_capacity`).
 
+    `datasets`: their survey (`survey_datasets`), if it is known; `options.samples` is then not read.
     Raises ModelError if the model is unknown before it is downloaded, or cannot process a bucket.
     """
     options = options or EstimateOptions()
-    return forecast_run(_build_run_model(config, capacity, options.samples, sink, progress), options)
+    if datasets is None:
+        datasets = survey_datasets(config, options.samples)
+    return forecast_run(_build_run_model(config, capacity, datasets, sink, progress), options)
 
 
 def plan_run(
@@ -96,15 +96,19 @@ def plan_run(
 
     Empty if the size of GPU memory is unknown. `samples` and errors as in `estimate_run`.
     """
-    return _build_run_model(config, capacity, samples, sink, progress).plans
+    return _build_run_model(config, capacity, survey_datasets(config, samples), sink, progress).plans
 
 
 def _build_run_model(
-    config: RunConfig, capacity: MachineCapacity, samples: int | None, sink: Sink | None, progress: Progress | None
+    config: RunConfig,
+    capacity: MachineCapacity,
+    datasets: Sequence[DatasetSize],
+    sink: Sink | None,
+    progress: Progress | None,
 ) -> RunModel:
     silent = NullSink()
     traces = CachedTraceProvider(config, capacity, sink or silent, progress or silent)
-    return RunModel(config, capacity, traces, survey_datasets(config, samples))
+    return RunModel(config, capacity, traces, datasets)
 
 
 def forecast_run(run: RunModel, options: EstimateOptions) -> RunEstimate:
@@ -210,6 +214,7 @@ def _suggest_changes(run: RunModel, phases: Sequence[PhaseForecast]) -> tuple[Su
     """Changes for the expert whose training needs the most memory."""
     fullest = fullest_expert(run.experts)
     training_phase = next(phase for phase in phases if phase.name == fullest.phase)
+    plan = run.plans.get(fullest.phase)
     baseline = SuggestionBaseline(
         config=run.config,
         experts=tuple(one.expert.name for one in run.experts),
@@ -218,11 +223,15 @@ def _suggest_changes(run: RunModel, phases: Sequence[PhaseForecast]) -> tuple[Su
         table=fullest.steps.table,
         choice=fullest.steps.choice,
         peak_bytes=training_phase.all_on_gpu_bytes,
-        other_phases_bytes=max((one.gpu_bytes for one in phases if not one.name.startswith("train ")), default=0),
+        # Loading never needs more than training, and a change that shrinks one shrinks the other.
+        other_phases_bytes=max(
+            (one.gpu_bytes for one in phases if not one.name.startswith(("train ", LOADING))), default=0
+        ),
         host_bytes=total_storage(run.storage, "memory")[0],
-        plan=run.plans.get(fullest.phase),
+        plan=plan,
         follows_plans=run.follows_plans,
         limits=run.limits,
+        plan_gap_bytes=0 if plan is None or plan.modelled is None else plan.modelled.gap_bytes,
     )
     return suggest_changes(baseline)
 
@@ -231,8 +240,22 @@ def _notes(run: RunModel) -> list[str]:
     notes = []
     if run.config.parallel.strategy == "fsdp":
         notes.append('all figures are for one process that holds all weights; parallel.strategy "fsdp" is not forecast')
+    if run.capacity.one_pool:
+        notes += _one_pool_notes(run)
     works = [span.work for span in run.experts[0].trace.spans]
     launch_s = LAUNCH_S * sum(work.operators for work in works)
     if run.has_known_rates and sum(map(run.rates.seconds, works)) < launch_s:
         notes.append("a step this small mostly launches operators; the modelled time does not include the launches")
+    return notes
+
+
+def _one_pool_notes(run: RunModel) -> list[str]:
+    """What is different where CPU and GPU share one memory, and the settings that have no effect there."""
+    kept = 1.0 - ONE_POOL_SHARE
+    notes = [
+        f"one pool: host memory and GPU memory add up; {kept:.0%} stay free, because a full pool stops the machine"
+    ]
+    notes += plan_settings_on_machine(run.config.plan, one_pool=True)[1]
+    if run.config.parallel.cpu_offload:
+        notes.append(f"training refuses parallel.cpu_offload: true here: {ONE_POOL_REASON}")
     return notes

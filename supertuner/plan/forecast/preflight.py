@@ -57,7 +57,8 @@ def preflight_check(
     if config.forecast.before_training == "auto" and (reason := _why_not_needed(config, capacity)):
         sink.emit(NoteEvent(EVENT_TOPIC, reason))
         return None
-    from supertuner.plan.forecast.forecast import EstimateOptions, forecast_run
+    from supertuner.plan.forecast.forecast import forecast_run
+    from supertuner.plan.forecast.results import EstimateOptions
     from supertuner.plan.forecast.run_model import RunModel
     from supertuner.plan.forecast.trace_provider import CachedTraceProvider
 

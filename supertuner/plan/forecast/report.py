@@ -61,7 +61,8 @@ def _phase_table(forecast: RunForecast) -> list[str]:
             row.append("" if phase.reserved_bytes is None else _size_cell(phase.reserved_bytes, unit))
         rows.append(row + [_size_cell(phase.gpu.get(one, 0), unit) for one in classes])
         if phase.plan is not None and phase.plan_estimate is not None and not phase.plan.keeps_all_on_gpu:
-            rows.append(["  by its plan", _size_cell(phase.plan_estimate.gpu_peak_bytes, unit)])
+            by_plan = [_size_cell(phase.allocated_bytes, unit), _size_cell(phase.gpu_bytes, unit)]
+            rows.append(["  by its plan", *by_plan[: 2 if reserved else 1]])
     lines = align_columns(rows)
     if not all(phase.certain for phase in forecast.phases):
         lines.append("  * convolutions: the workspaces of cuDNN are not known without the GPU")

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 from supertuner.core.types import JSON, bytes_text
-from supertuner.memory.machines import MachineSpec
+from supertuner.memory.machines import ONE_POOL_SHARE, MachineSpec
 from supertuner.plan.forecast.storage import StorageItem, total_storage
 from supertuner.plan.placement.plan import MemoryPlan, PlanEstimate
 from supertuner.sinks.phase_counters import duration_text
@@ -21,6 +21,26 @@ TIGHT_SHARE = 0.95
 not include what the driver and its context take."""
 HOST_SHARE = 0.9
 """Share of host memory for a plan and for what the run stores; `memory.overflow` leaves the same 10 % to others."""
+
+ASSUMED_COMPUTE_SHARE = 0.4
+"""Share of the published peak rates for a second column of times: 400 of a GH200's 990 TFLOPS. An assumption, not a
+measurement; `--compute-share` sets another."""
+ENCODERS = "encoders"
+"""A key of `PhaseForecast.gpu`: encoders that stay on the GPU during training. Plans leave room for them."""
+THE_POOL = "the pool"
+"""`FitVerdict.where` on a one-pool machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateOptions:
+    """What an estimate assumes and includes."""
+
+    samples: int | None = None
+    """Samples of each dataset that is not on this machine; None: unknown."""
+    compute_share: float | None = None
+    """Share of the peak rates for the second column of times; None: `ASSUMED_COMPUTE_SHARE`."""
+    advise: bool = True
+    """Also evaluate single changes of the settings."""
 
 
 class FitStatus(StrEnum):
@@ -48,6 +68,11 @@ class MachineCapacity:
     @property
     def one_pool(self) -> bool:
         return self.machine.one_pool
+
+    @property
+    def gpu_limit_bytes(self) -> int | None:
+        """What a run may take of `gpu_bytes`: all of it, or `ONE_POOL_SHARE` of a pool that the host lives in, too."""
+        return None if self.gpu_bytes is None else int(self.gpu_bytes * (ONE_POOL_SHARE if self.one_pool else 1.0))
 
     @property
     def on_cpu(self) -> bool:
@@ -87,8 +112,19 @@ class PhaseForecast:
 
     @property
     def gpu_bytes(self) -> int:
-        """The peak of GPU memory: under the plan, if one is followed."""
-        return self.all_on_gpu_bytes if self.plan_estimate is None else self.plan_estimate.gpu_peak_bytes
+        """The peak of GPU memory that is compared with the machine's: what the caching allocator reserves, under the
+        plan if one is followed."""
+        return self.all_on_gpu_bytes if self.plan_estimate is None else self._beside_plan(self.plan_estimate.gpu_bytes)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The peak of the bytes that live tensors occupy, under the plan if one is followed."""
+        if self.plan_estimate is None:
+            return sum(self.gpu.values())
+        return self._beside_plan(self.plan_estimate.gpu_peak_bytes)
+
+    def _beside_plan(self, planned_bytes: int) -> int:
+        return planned_bytes + self.gpu.get(ENCODERS, 0)
 
     @property
     def host_bytes(self) -> int:
@@ -221,6 +257,7 @@ class RunForecast:
         """Everything as JSON values, in bytes and seconds. None: unknown."""
         verdict, capacity, timing = self.verdict, self.capacity, self.timing
         sizes = {"gpu_bytes": capacity.gpu_bytes, "host_bytes": capacity.host_bytes, "one_pool": capacity.one_pool}
+        sizes["gpu_limit_bytes"] = capacity.gpu_limit_bytes
         return {
             "modelled": True,
             "verdict": verdict_text(self),
@@ -229,7 +266,7 @@ class RunForecast:
             "model": self.model,
             "settings": self.settings,
             "machine": {"key": capacity.machine.key, "title": capacity.title, **sizes, "source": capacity.source},
-            "phases": [{**asdict(one), "gpu_peak_bytes": one.gpu_bytes} for one in self.phases],
+            "phases": [_phase_values(one) for one in self.phases],
             "stored": [asdict(one) for one in self.stored],
             "timing": None if timing is None else asdict(timing),
             "total_s": None if timing is None else timing.paces[0].total_s,
@@ -240,13 +277,20 @@ class RunForecast:
         }
 
 
+def _phase_values(phase: PhaseForecast) -> dict[str, JSON]:
+    """`gpu_peak_bytes` is compared with the machine's memory; `allocated` and `reserved` are the two counts of torch's
+    allocator, of which it is the larger."""
+    gpu = {"allocated": phase.allocated_bytes, "reserved": None if phase.reserved_bytes is None else phase.gpu_bytes}
+    return {**asdict(phase), "gpu_peak_bytes": phase.gpu_bytes, "gpu_peak": gpu}
+
+
 def judge_phase(phase: PhaseForecast, capacity: MachineCapacity, stored_bytes: int) -> list[FitVerdict]:
     """One verdict for each memory that the phase uses."""
     total_bytes = phase.gpu_bytes + phase.host_bytes + stored_bytes
     if capacity.on_cpu:
         return [_fit_verdict(phase, total_bytes, capacity.host_bytes, "host memory")]
     if capacity.one_pool:
-        return [_fit_verdict(phase, total_bytes, capacity.gpu_bytes, "the pool")]
+        return [_fit_verdict(phase, total_bytes, capacity.gpu_limit_bytes, THE_POOL)]
     overflow_bytes = 0
     if capacity.has_overflow and capacity.gpu_bytes is not None:
         overflow_bytes = max(0, phase.gpu_bytes - int(TIGHT_SHARE * capacity.gpu_bytes))
@@ -295,6 +339,8 @@ def _fit_text(verdict: FitVerdict, machine: str, planned: bool) -> str:
     if have is None or verdict.spare_bytes is None:
         return f"modelled: {need_text} of {verdict.where}, and how much {machine} has is not known"
     have_text = f"of {bytes_text(have)} {verdict.where}"
+    if verdict.where == THE_POOL:
+        have_text = f"of the {bytes_text(have)} of the pool that a run may take"
     if verdict.fit is FitStatus.DOES_NOT_FIT:
         return f"modelled: does not fit {machine}: {need_text} {have_text}, {bytes_text(-verdict.spare_bytes)} too much"
     spare_text = f"{bytes_text(verdict.spare_bytes)} to spare"
@@ -316,7 +362,8 @@ def run_duration_text(seconds: float) -> str:
 def capacity_text(capacity: MachineCapacity) -> str:
     """`GH200 96 GB: 96.0 GiB of GPU memory, 480 GiB of host memory`."""
     if capacity.one_pool and capacity.gpu_bytes is not None:
-        return f"{capacity.title}: one pool of {bytes_text(capacity.gpu_bytes)}"
+        limit = bytes_text(capacity.gpu_limit_bytes or 0)
+        return f"{capacity.title}: one pool of {bytes_text(capacity.gpu_bytes)}, of which a run may take {limit}"
     gpu = "" if capacity.gpu_bytes is None else f"{bytes_text(capacity.gpu_bytes)} of GPU memory, "
     host = capacity.host_bytes
     host_text = "host memory not known" if host is None else f"{bytes_text(host)} of host memory"

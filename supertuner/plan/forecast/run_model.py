@@ -24,10 +24,11 @@ from supertuner.plan.forecast.trace_provider import CachedTraceProvider
 from supertuner.plan.placement.make_plan import make_plan
 from supertuner.plan.placement.memory_needs import PER_PARAMETER_OPTIMIZERS
 from supertuner.plan.placement.plan import MemoryPlan
-from supertuner.plan.placement.run_plans import RunPlanner
+from supertuner.plan.placement.run_plans import RunPlanner, plan_settings_on_machine
 from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
+from supertuner.plan.trace.planned_allocation import TracedStep
 from supertuner.plan.trace.step_table_builder import build_step_table
 from supertuner.step.expert_setup import selected_experts
 
@@ -45,6 +46,8 @@ class ExpertForecast:
     expert: Expert
     trace: ExecutionTrace
     """As configured, at the shape that needs the most memory."""
+    traced_step: TracedStep
+    """The same without recomputation: what a plan is made from."""
     steps: ExpertSteps
 
     @property
@@ -98,14 +101,20 @@ class RunModel:
     def limits(self) -> MemoryLimits | None:
         """The memory that a plan may use; None: the size of GPU memory is unknown.
 
-        5 % of GPU memory are left for the driver and for gaps between tensors, 10 % of host memory for other programs;
-        caches and staged files in host memory are subtracted.
+        5 % of GPU memory are left for the driver, 10 % of host memory for other programs; caches and staged files in
+        host memory are subtracted. On a one-pool machine they are in the memory of the GPU.
         """
-        if self.capacity.gpu_bytes is None:
+        if self.capacity.gpu_limit_bytes is None:
             return None
         stored_bytes, host = total_storage(self.storage, "memory")[0], self.capacity.host_bytes
-        gpu = int(self.capacity.gpu_bytes * TIGHT_SHARE) - self.encoder_bytes
+        gpu = int(self.capacity.gpu_limit_bytes * TIGHT_SHARE) - self.encoder_bytes - self.stored_bytes_in_pool
         return MemoryLimits(max(0, gpu), None if host is None else max(0, int(host * HOST_SHARE) - stored_bytes))
+
+    @property
+    def stored_bytes_in_pool(self) -> int:
+        """Host memory of caches and staged files that comes out of the GPU's memory: all of it on a one-pool
+        machine."""
+        return total_storage(self.storage, "memory")[0] if self.capacity.one_pool else 0
 
     def _forecast_experts(self) -> tuple[ExpertForecast, ...]:
         experts = selected_experts(self.config, self.traces.model)
@@ -113,7 +122,15 @@ class RunModel:
         resident_bytes = {name: _resident_bytes(trace) for name, trace in traces.items()}
         idle_bytes = {name: sum(resident_bytes.values()) - nbytes for name, nbytes in resident_bytes.items()}
         steps = {expert.name: self._expert_steps(expert, idle_bytes[expert.name]) for expert in experts}
-        return tuple(ExpertForecast(expert, traces[expert.name], steps[expert.name]) for expert in experts)
+        return tuple(
+            ExpertForecast(
+                expert, traces[expert.name], self._traced_step(expert, steps[expert.name].table), steps[expert.name]
+            )
+            for expert in experts
+        )
+
+    def _traced_step(self, expert: Expert, table: StepTable) -> TracedStep:
+        return TracedStep(self.traces.training_trace(expert, self.largest_bucket, False), table)
 
     def _configured_trace(self, expert: Expert) -> ExecutionTrace:
         """The trace of a window with the configured checkpointing.
@@ -158,7 +175,8 @@ class RunModel:
     def _list_storage(self) -> tuple[StorageItem, ...]:
         trained = tuple(self._state_sizes(one.expert.name, one.trace) for one in self.experts)
         batch = self.experts[0].steps.table.batch_bytes
-        return list_storage(self.config, self.datasets, self.traces.encoded_sizes(), trained, batch)
+        steps = None if self.schedule is None else self.schedule.total_steps
+        return list_storage(self.config, self.datasets, self.traces.encoded_sizes(), trained, batch, steps)
 
     def _state_sizes(self, name: str, trace: ExecutionTrace) -> ExpertStateSizes:
         live_bytes = trace.live_bytes_by_kind(0)
@@ -177,16 +195,20 @@ class RunModel:
         for one in self.experts:
             table = replace(one.steps.table, phase="")
             if table not in plan_by_table:
-                plan_by_table[table] = make_plan(table, self.capacity.machine, limits, rates=self.rates)
+                model = one.traced_step.reserved_bytes
+                plan_by_table[table] = make_plan(
+                    table, self.capacity.machine, limits, rates=self.rates, reserved_bytes=model
+                )
             plans[one.expert.name] = replace(plan_by_table[table], phase=one.phase)
         return RunPlanner(
             machine=self.capacity.machine,
             limits=limits,
             rates=self.rates,
-            settings=self.config.plan,
+            settings=plan_settings_on_machine(self.config.plan, self.capacity.one_pool)[0],
             batch_size=self.config.train.batch_size,
             tables={one.expert.name: one.steps.table for one in self.experts},
             searched_plans=plans,
+            reserved_models={one.expert.name: one.traced_step.reserved_bytes for one in self.experts},
         )
 
     def _with_plan(self, training: ExpertForecast) -> ExpertForecast:

@@ -63,8 +63,10 @@ def list_storage(
     sizes: EncodedSizes,
     experts: Sequence[ExpertStateSizes],
     batch_bytes: int,
+    total_steps: int | None,
 ) -> tuple[StorageItem, ...]:
-    """Everything that the run stores, from staged files to exports. `batch_bytes`: one micro-batch."""
+    """Everything that the run stores, from staged files to exports. `batch_bytes`: one micro-batch; `total_steps`: None
+    if unknown."""
     cache, ahead = config.cache_config, config.loader.batches_ahead + 1
     batches = f"{ahead} micro-batches in pinned memory"
     return (
@@ -73,6 +75,7 @@ def list_storage(
         *_cache_items("text", cache.text_cache_type, cache.persistent_cache, *_text_cache_size(datasets, sizes)),
         StorageItem("prefetched batches", "memory", ahead * batch_bytes, batches),
         *_checkpoint_items(config, experts),
+        *_export_items(config, experts, total_steps),
     )
 
 
@@ -130,9 +133,28 @@ def _cache_items(what: str, kind: str, persistent: bool, nbytes: int | None, how
 def _checkpoint_items(config: RunConfig, experts: Sequence[ExpertStateSizes]) -> list[StorageItem]:
     checkpoint_bytes = sum(one.parameter_bytes + one.state_bytes for one in experts)
     count = config.checkpoints.keep + 1
-    exports = StorageItem("exports", "disk", sum(one.export_bytes for one in experts), "the trained weights")
     text = f"{count} of {bytes_text(checkpoint_bytes)}: the last {config.checkpoints.keep}, and one being written"
-    return [StorageItem("checkpoints", "disk", count * checkpoint_bytes, text), exports]
+    return [StorageItem("checkpoints", "disk", count * checkpoint_bytes, text)]
+
+
+def _export_items(config: RunConfig, experts: Sequence[ExpertStateSizes], total_steps: int | None) -> list[StorageItem]:
+    exports, every, is_adapter = config.exports, config.checkpoints.every_steps, config.adapter.type != "full"
+    if config.exports_when == "never":
+        return []
+    files = 1 if not is_adapter else len(exports.formats) * (2 if config.exports_both_weights else 1)
+    nbytes = files * sum(one.export_bytes for one in experts)
+    if config.exports_when == "end" or not every:
+        return [StorageItem("exports", "disk", nbytes, "the trained weights, after the last step")]
+    count = None if total_steps is None else -(-total_steps // every)
+    if exports.keep is not None and (count is None or exports.keep < count):
+        text = f"{exports.keep + 1} of {bytes_text(nbytes)}: the last {exports.keep}, and one being written"
+        return [StorageItem("exports", "disk", (exports.keep + 1) * nbytes, text)]
+    if count is None:
+        how = f"{bytes_text(nbytes)} for each {every} steps, whose number is unknown"
+        return [StorageItem("exports", "disk", None, how)]
+    return [
+        StorageItem("exports", "disk", count * nbytes, f"{count} of {bytes_text(nbytes)}: one with each checkpoint")
+    ]
 
 
 def _cache_entry_bytes(nbytes: int) -> int:

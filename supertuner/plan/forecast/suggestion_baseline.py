@@ -38,6 +38,9 @@ class SuggestionBaseline:
     """Whether the run follows plans: after a change it would follow a new one."""
     limits: MemoryLimits | None = None
     """The memory that a plan may use."""
+    plan_gap_bytes: int = 0
+    """What the caching allocator reserves under `plan` beyond the live bytes. A changed step has no trace to model this
+    from: it counts as much."""
 
     @property
     def window_seconds(self) -> float | None:
@@ -54,11 +57,17 @@ class SuggestionBaseline:
 
     @property
     def fits(self) -> bool:
-        gpu_bytes = self.capacity.gpu_bytes
-        if gpu_bytes is None:
+        limit = self.capacity.gpu_limit_bytes
+        if limit is None:
             return False
         peak = 0 if self.follows_this_plan else self.peak_bytes
-        return max(peak, self.other_phases_bytes) + self.host_bytes_in_pool <= gpu_bytes
+        return max(peak, self.other_phases_bytes) + self.host_bytes_in_pool <= limit
+
+    @property
+    def live_limits(self) -> MemoryLimits | None:
+        """`limits` for live bytes alone: without the gaps between them."""
+        limits = self.limits
+        return None if limits is None else replace(limits, gpu_bytes=max(0, limits.gpu_bytes - self.plan_gap_bytes))
 
     @property
     def host_bytes_in_pool(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from supertuner.core.types import MediaKind, bytes_text
-from supertuner.memory.machines import MACHINES, MachineSpec
+from supertuner.memory.machines import MACHINES, ONE_POOL_SHARE, MachineSpec
 from supertuner.plan.forecast.results import HOST_SHARE, TIGHT_SHARE, SuggestedChange
 from supertuner.plan.forecast.suggestion_baseline import SuggestionBaseline, configured_choice, seconds_without_plan
 from supertuner.plan.placement.choice import PlacementChoice, TimedStep
@@ -95,8 +95,10 @@ def _placement_changes(baseline: SuggestionBaseline) -> Iterator[SuggestedChange
         modelled, before = baseline.plan.modelled, baseline.window_seconds
         time = None if before is None else modelled.seconds / before
         price = f"{bytes_text(modelled.host_peak_bytes)} of host memory"
+        if baseline.capacity.one_pool:
+            price = "only as many blocks as needed are recomputed"
         host = baseline.host_bytes + modelled.host_peak_bytes
-        yield SuggestedChange("plan.act=auto", modelled.gpu_peak_bytes, host, True, time, price)
+        yield SuggestedChange("plan.act=auto", modelled.gpu_bytes, host, True, time, price)
 
 
 def _overflow_change(baseline: SuggestionBaseline, limit: int) -> Iterator[SuggestedChange]:
@@ -228,12 +230,14 @@ def _machine_change_with_plan(baseline: SuggestionBaseline) -> Iterator[Suggeste
         if gpu is None or host is None or machine.one_pool or machine.key == baseline.capacity.machine.key:
             continue
         rates = MachineRates.from_machine(machine, baseline.config.train.mixed_precision)
-        limits = MemoryLimits(int(gpu * TIGHT_SHARE), max(0, int(host * HOST_SHARE) - baseline.host_bytes))
+        live_bytes = max(0, int(gpu * TIGHT_SHARE) - baseline.plan_gap_bytes)
+        limits = MemoryLimits(live_bytes, max(0, int(host * HOST_SHARE) - baseline.host_bytes))
         plan = make_plan(baseline.table, machine, limits, rates=rates)
         if plan.fits and baseline.other_phases_bytes <= gpu:
             modelled, before = plan.modelled, baseline.window_seconds
             time = None if modelled is None or not before else modelled.seconds / before
-            peak = None if modelled is None else max(modelled.gpu_peak_bytes, baseline.other_phases_bytes)
+            live = None if modelled is None else modelled.gpu_peak_bytes + baseline.plan_gap_bytes
+            peak = None if live is None else max(live, baseline.other_phases_bytes)
             host_bytes = baseline.host_bytes + (0 if modelled is None else modelled.host_peak_bytes)
             price = f"a {machine.title}, {bytes_text(host_bytes)} of its host memory"
             yield SuggestedChange(f"--machine {machine.key}", peak, host_bytes, True, time, price)
@@ -252,7 +256,7 @@ def _machine_holds(machine: MachineSpec, gpu_bytes: int, host_bytes: int) -> boo
     has = machine.gpu_bytes.value
     if has is None or machine.key in FORECAST_ONLY_MACHINES:
         return False
-    return gpu_bytes + (host_bytes if machine.one_pool else 0) <= has
+    return gpu_bytes <= has * ONE_POOL_SHARE - host_bytes if machine.one_pool else gpu_bytes <= has
 
 
 def _evaluate(baseline: SuggestionBaseline, candidate: _Candidate) -> SuggestedChange:
@@ -261,14 +265,16 @@ def _evaluate(baseline: SuggestionBaseline, candidate: _Candidate) -> SuggestedC
     Without a plan, the difference of the tables' needs is added to the traced peak.
     """
     table, choice, exact = candidate.table, candidate.choice or baseline.choice, candidate.exact
-    limits, before, has = baseline.limits, baseline.window_seconds, baseline.capacity.gpu_bytes
+    limits, before, has = baseline.live_limits, baseline.window_seconds, baseline.capacity.gpu_limit_bytes
     peak = baseline.peak_bytes + _gpu_bytes_needed(table, choice) - _gpu_bytes_needed(baseline.table, baseline.choice)
     host, time = baseline.host_bytes, None
     if baseline.follows_plans and limits is not None:
         plan = make_plan(table, baseline.capacity.machine, limits, rates=baseline.rates)
         fits = plan.fits and baseline.other_phases_bytes <= limits.gpu_bytes
         if plan.fits:
-            peak = baseline.peak_bytes if plan.modelled is None else plan.modelled.gpu_peak_bytes
+            peak = baseline.peak_bytes
+            if plan.modelled is not None:
+                peak = plan.modelled.gpu_peak_bytes + baseline.plan_gap_bytes
         if plan.modelled is not None:
             host += plan.modelled.host_peak_bytes
             if candidate.timed and plan.fits and before:

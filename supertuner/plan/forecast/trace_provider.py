@@ -21,10 +21,8 @@ from supertuner.plan.trace.cpu_kernels import CpuDevice
 from supertuner.plan.trace.cuda_kernels import CudaDevice
 from supertuner.plan.trace.encoder_shapes import BatchShape, BatchTensorSpec, EncoderShapeProbe
 from supertuner.plan.trace.execution_trace import ExecutionTrace
-from supertuner.plan.trace.trace_store import TraceCache, program_versions
+from supertuner.plan.trace.trace_store import TRACE_FOLDER, TraceCache, program_versions
 
-TRACE_FOLDER: Final = ".traces"
-"""Below `run.output_dir`."""
 CONVOLUTIONAL_SHARE: Final = 0.1
 """Share of an expert's parameters; above it, the expert counts as convolutional."""
 
@@ -61,6 +59,10 @@ class CachedTraceProvider:
         """One optimizer step. Experts that differ only in their names and noise levels share a trace."""
         shape = self._batch_shape(self._config.train.batch_size, bucket)
         return self._traces.training(expert, shape, checkpointing, micro_batches, bucket.label)
+
+    def loading_trace(self, expert: Expert) -> ExecutionTrace:
+        """Loading the expert's weights."""
+        return self._traces.loading(expert)
 
     def media_trace(self, bucket: Bucket) -> ExecutionTrace:
         """One sample through the media encoder."""

@@ -29,8 +29,13 @@ PER_PARAMETER_OPTIMIZERS: Final = ("adamw", "adamw8bit", "adafactor")
 others count steps, or estimate a value over all parameters together."""
 UPDATE_PIECE_BYTES: Final = 256 * MIB
 """An update that copies anything to the GPU is done in pieces of whole parameters of about this many bytes."""
-UPDATE_PIECES_ON_GPU: Final = 10
-"""Pieces on the GPU at once: one is updated, one arrives, eight leave (`train/offload/tensor_host_buffers.py`)."""
+MAX_COPIES_IN_FLIGHT: Final = 8
+"""Copies of gradients and optimizer state to host memory that may be in flight at the same time: each holds GPU memory
+meanwhile."""
+MIN_OFFLOAD_BYTES: Final = MIB
+"""Smaller activations stay on the GPU: starting their copy takes longer than the copy."""
+UPDATE_PIECES_ON_GPU: Final = MAX_COPIES_IN_FLIGHT + 2
+"""Pieces on the GPU at once: one is updated, one arrives, the others leave (`train/offload/tensor_host_buffers.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

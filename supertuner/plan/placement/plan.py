@@ -7,9 +7,10 @@ A plan changes the time and the memory of a step, never its values: every plan c
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 from supertuner.core.types import JSON
 
@@ -63,7 +64,20 @@ class PlanEstimate:
     bounded_by: str
     """`compute`, `gpu memory`, `link to gpu`, `link to host`, `host memory`."""
     gpu_peak_bytes: int
+    """Peak of the bytes that live tensors occupy on the GPU."""
     host_peak_bytes: int
+    gpu_reserved_bytes: int | None = None
+    """Peak of what torch's caching allocator reserves for them, gaps included: this must fit. None: not modelled."""
+
+    @property
+    def gpu_bytes(self) -> int:
+        """What the step takes of the GPU: the reserved bytes, if they are modelled."""
+        return max(self.gpu_peak_bytes, self.gpu_reserved_bytes or 0)
+
+    @property
+    def gap_bytes(self) -> int:
+        """What is reserved beyond the live bytes."""
+        return self.gpu_bytes - self.gpu_peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +109,11 @@ class MemoryPlan:
         """Everything as JSON values. JSON has no infinity: the time of a plan that does not fit is None."""
         plan: dict[str, JSON] = _without_infinities(asdict(self))
         return plan
+
+
+ReservedBytesModel: TypeAlias = Callable[[MemoryPlan, int | None], int | None]
+"""(plan, GPU memory or None for unlimited) → the peak of what the caching allocator reserves for a step under the plan;
+None: the step runs out of memory (`plan/trace/planned_allocation.py`)."""
 
 
 def _without_infinities(value: Any) -> Any:

@@ -57,12 +57,19 @@ def _weights_reason(step: TimedStep, choice: PlacementChoice, block: int) -> str
 
 
 def plan_reasons(
-    step: TimedStep, evaluation: ChoiceEvaluation, bound: StepTimeBound, limits: MemoryLimits, missing: Sequence[str]
+    step: TimedStep,
+    evaluation: ChoiceEvaluation,
+    bound: StepTimeBound,
+    limits: MemoryLimits,
+    missing: Sequence[str],
+    reserved: int | None = None,
 ) -> tuple[str, ...]:
+    """`reserved`: what the caching allocator reserves on the GPU; None: not modelled."""
     choice, simulated = evaluation.choice, evaluation.simulated
     assert simulated is not None
     peak, host = bytes_text(evaluation.needs.gpu_bytes), bytes_text(evaluation.needs.host_bytes)
-    reasons = [f"{peak} of {bytes_text(limits.gpu_bytes)} GPU memory, {host} of host memory, modelled"]
+    gpu = peak if reserved is None else f"{bytes_text(reserved)} reserved ({peak} in use)"
+    reasons = [f"{gpu} of {bytes_text(limits.gpu_bytes)} GPU memory, {host} of host memory, modelled"]
     if choice.idle_at_home and step.table.idle_bytes and step.rates.has_link:
         idle = step.table.idle_bytes
         fetch = seconds_text(idle / (step.rates.to_device_bytes_s or 1.0))

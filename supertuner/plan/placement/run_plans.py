@@ -7,19 +7,36 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from supertuner.config.settings.plan import PlanSettings
+from supertuner.config.settings.run_config import RunConfig
 from supertuner.memory.machines import MachineSpec
 from supertuner.plan.placement.choice import TimedStep
 from supertuner.plan.placement.make_plan import evaluate_plan, make_plan, plan_estimate
-from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
+from supertuner.plan.placement.plan import (
+    ActivationPolicy,
+    BlockPlan,
+    MemoryPlan,
+    OptimizerPlacement,
+    ReservedBytesModel,
+    WeightPlacement,
+)
 from supertuner.plan.placement.replan import PlanAssumptions, PlanObservation, observed_rates
 from supertuner.plan.placement.roofline import step_time_bound
 from supertuner.plan.placement.step_table import StepTable
 from supertuner.plan.placement.throughput import MachineRates, MemoryLimits
 
 CONFIGURED_REASON = "as configured"
+OFFLOADING_CHOICES: Final = {
+    "weights": ("streamed",),
+    "activations": ("send",),
+    "optimizer": ("streamed", "host"),
+    "idle_experts": ("host",),
+}
+"""Values of `plan.*` that keep something in host memory."""
+ONE_POOL_REASON: Final = "CPU and GPU share one memory: a copy in host memory would free nothing and take as much again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +47,17 @@ class ExpertPlan:
     assumptions: PlanAssumptions
     max_ahead: int
     """The largest prefetch distance, in blocks: memory has no space for more slots."""
+
+
+def loads_to_host(config: RunConfig, plan: MemoryPlan) -> bool:
+    """Whether an expert with this plan is loaded into host memory: one that is streamed or swapped may not fit into GPU
+    memory as a whole.
+
+    Also if averages of all weights are kept there: they are created next to the weights, and both may not fit.
+    """
+    streamed = any(row.weights is WeightPlacement.STREAMED for row in plan.blocks)
+    averaged = config.adapter.type == "full" and config.train.ema_decay is not None
+    return streamed or plan.idle_at_home or (averaged and plan.stepping is not OptimizerPlacement.GPU)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -46,6 +74,8 @@ class RunPlanner:
     """By expert."""
     searched_plans: Mapping[str, MemoryPlan]
     """By expert, as the search made them before the run: without `settings`."""
+    reserved_models: Mapping[str, ReservedBytesModel] = field(default_factory=dict)
+    """By expert: what the caching allocator reserves under a plan. Experts that are absent: live bytes are counted."""
 
     def forecast_plan(self, expert: str) -> MemoryPlan:
         """The plan that the forecast shows: with `settings` applied, and its time and memory modelled."""
@@ -55,7 +85,11 @@ class RunPlanner:
             return plan
         evaluation = evaluate_plan(table, plan, self.limits, self.rates)
         modelled = plan_estimate(evaluation, step_time_bound(table, self.rates, self.limits))
-        return replace(plan, fits=evaluation.simulated is not None, modelled=modelled)
+        fits, model = evaluation.simulated is not None, self.reserved_models.get(expert)
+        if model is not None:
+            modelled = replace(modelled, gpu_reserved_bytes=model(plan, None))
+            fits = fits and model(plan, self.limits.gpu_bytes) is not None
+        return replace(plan, fits=fits, modelled=modelled)
 
     def initial_plan(self, expert: str) -> ExpertPlan | None:
         """The plan that training starts with; None: the search found none that fits, or `plan.act` is "never"."""
@@ -67,7 +101,8 @@ class RunPlanner:
         if expert not in self.tables:
             return None
         rates = observed_rates(self.rates, assumptions, observation)
-        searched = make_plan(self.tables[expert], self.machine, self.limits, rates=rates)
+        model = self.reserved_models.get(expert)
+        searched = make_plan(self.tables[expert], self.machine, self.limits, rates=rates, reserved_bytes=model)
         return self._expert_plan(expert, searched, rates) if searched.fits else None
 
     def _apply_settings(self, expert: str, searched: MemoryPlan) -> MemoryPlan | None:
@@ -95,8 +130,20 @@ class RunPlanner:
             waiting_share=max(0.0, 1.0 - compute_s / plan.modelled.seconds),
             peak_sample_s=compute_s * rates.compute_share / (table.micro_batches * self.batch_size),
         )
-        spare = self.limits.gpu_bytes - plan.modelled.gpu_peak_bytes
+        spare = self.limits.gpu_bytes - plan.modelled.gpu_bytes
         return assumptions, plan.ahead + max(0, spare // max(1, _bytes_per_block_ahead(table, plan)))
+
+
+def plan_settings_on_machine(settings: PlanSettings, one_pool: bool) -> tuple[PlanSettings, tuple[str, ...]]:
+    """`settings` without the choices that have no effect on the machine, and a message for each of those.
+
+    On a one-pool machine nothing is offloaded: everything stays where the GPU has put it.
+    """
+    ignored = [name for name, value in settings.explicit_choices.items() if value in OFFLOADING_CHOICES[name]]
+    if not one_pool or not ignored:
+        return settings, ()
+    messages = tuple(f'plan.{name}: "{getattr(settings, name)}" has no effect: {ONE_POOL_REASON}' for name in ignored)
+    return settings.model_copy(update=dict.fromkeys(ignored, "auto")), messages
 
 
 def plan_without_forecast(

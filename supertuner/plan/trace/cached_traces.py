@@ -18,6 +18,7 @@ from supertuner.models.spec import Expert, Family, ModelDescription
 from supertuner.plan.trace.encoder_shapes import BatchShape
 from supertuner.plan.trace.execution_trace import ExecutionTrace
 from supertuner.plan.trace.inference_phases import trace_media_encoding, trace_sampling, trace_text_encoding
+from supertuner.plan.trace.loading_phase import trace_loading
 from supertuner.plan.trace.recorder import TracedDevice
 from supertuner.plan.trace.trace_store import TraceCache
 from supertuner.plan.trace.trace_training_step import trace_training_step, with_checkpointing
@@ -50,8 +51,9 @@ class CachedTraces:
             "shape": str(shape),
             "checkpointing": config.train.gradient_checkpointing,
             "micro_batches": micro_batches,
-            "objective": config.objective.model_dump(mode="json"),
+            "objective": config.objective.model_dump(mode="json", exclude={"guidance"}),  # a value, no tensor more
             "max_grad_norm": config.train.max_grad_norm is not None,
+            "max_grad_value": config.train.max_grad_value is not None,
         }
         trace = self.cache.get_or_create(
             description,
@@ -61,6 +63,23 @@ class CachedTraces:
             f"a step of {expert.name}{label and ' with ' + label}",
         )
         return replace(trace, phase=f"train {expert.name}")
+
+    def loading(self, expert: Expert) -> ExecutionTrace:
+        """Copying an expert to the device and quantizing it."""
+        config, model = self.config, self.model
+        description = {
+            **self._phase_key("load"),
+            "config": _config_key(model.configs[expert.component]),
+            "class": str(model.configs[""][expert.component]),
+            "all_weights": config.adapter.type == "full",
+            "base_weights": config.model.base_weights,
+            "precision": config.train.mixed_precision,
+        }
+        return self.cache.get_or_create(
+            description,
+            lambda: trace_loading(config, self.family, model, expert, device=self.device),
+            f"the loading of {expert.name}",
+        )
 
     def media(self, media_shape: tuple[int, ...], label: str = "a sample") -> ExecutionTrace:
         """Encoding one sample of this shape (CHW or CFHW)."""

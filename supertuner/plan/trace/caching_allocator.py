@@ -176,7 +176,7 @@ def simulate_allocator(trace: ExecutionTrace, *, limit_bytes: int | None = None,
     is_state = trace.kind == TensorKind.STATE
     pending_state = np.flatnonzero((trace.birth == 0) & is_state).tolist()
     first_update = min((one.begin for one in trace.spans if one.step_pass is StepPass.UPDATE), default=trace.end)
-    events, nbytes = _allocation_events(trace), trace.nbytes.tolist()
+    events, nbytes = allocation_events(trace), trace.nbytes.tolist()
     blocks: dict[int, AllocatorBlock] = {}
     fits = True
     try:
@@ -197,7 +197,7 @@ def simulate_allocator(trace: ExecutionTrace, *, limit_bytes: int | None = None,
     return AllocatorPeaks(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.retries, fits)
 
 
-def _allocation_events(trace: ExecutionTrace) -> list[tuple[int, bool, int]]:
+def allocation_events(trace: ExecutionTrace) -> list[tuple[int, bool, int]]:
     """(tick, is allocation, tensor) for every tensor that is allocated within the window, in order."""
     inside = np.flatnonzero((trace.birth > 0) & (trace.nbytes > 0))
     events = [(int(trace.birth[number]), True, number) for number in inside.tolist()]

@@ -26,7 +26,7 @@ from supertuner.plan.trace import trace_training_step as training_step
 from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, EncoderShapeProbe, MediaShape, without_weights
 from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
 from supertuner.plan.trace.recorder import PLAIN_CPU, TracedDevice, TraceRecorder
-from supertuner.step.expert_setup import build_step_options, selected_experts
+from supertuner.step.expert_setup import build_step_options, quantize_base_weights, selected_experts
 from supertuner.step.precision import ComputePrecision
 from supertuner.step.train_step import ExpertState
 
@@ -135,11 +135,13 @@ def trace_sampling(
 def _build_denoisers(
     config: RunConfig, family: Family, model: ModelDescription, expert_states: Sequence[ExpertState]
 ) -> dict[str, nn.Module]:
-    """All experts by component: the trained ones, and those that the sampler loads in addition."""
+    """All experts by component: the trained ones, and those that a validation loads in addition, in the same format."""
     denoisers = {one.expert.component: one.module for one in expert_states}
+    precision = ComputePrecision(config.train.mixed_precision, torch.device("meta"))
     for expert in model.experts:
         if expert.component not in denoisers:
-            denoisers[expert.component] = family.load_denoiser(model, expert, _compute_dtype(config))
+            module = denoisers[expert.component] = family.load_denoiser(model, expert, precision.dtype)
+            quantize_base_weights(config, module, precision, NullSink())
     return denoisers
 
 

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
@@ -210,9 +211,15 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Operator, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(one is not FakeTensor and is_traceable_wrapper_subclass_type(one) for one in types):
+            # A wrapper of 8-bit tensors holds no memory of its own. Its class does the operator on the tensors inside,
+            # and the recorder sees these calls.
+            return NotImplemented
         if func is aten._local_scalar_dense.default:
             return _placeholder_value(args[0])  # fake tensors have no values: the step continues with an ordinary one
-        if func.namespace == "prim":  # queries such as a tensor's device
+        if func is torch.ops.prim.device.default:  # asked for several times per operator
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
+        if func.namespace == "prim":  # other queries
             return func(*args, **kwargs)
         block_number, step_pass = self._current_block_and_pass()
         span = self._open_span

@@ -16,7 +16,7 @@ from supertuner.plan.trace.execution_trace import ExecutionTrace, StepPass, Tens
 def build_step_table(trace: ExecutionTrace, *, micro_batches: int = 1, idle_bytes: int = 0) -> StepTable:
     """The table of a step that was traced without recomputation, for windows of `micro_batches` micro-batches."""
     assert not any(one.step_pass is StepPass.RECOMPUTE for one in trace.spans), "the traced step must not recompute"
-    owner, allocated, last = _owning_blocks(trace), trace.allocated_bytes(), len(trace.blocks) - 1
+    owner, allocated, last = owning_blocks(trace), trace.allocated_bytes(), len(trace.blocks) - 1
 
     def bytes_by_block(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
         totals = np.zeros(len(trace.blocks), dtype=np.int64)
@@ -57,7 +57,7 @@ def build_step_table(trace: ExecutionTrace, *, micro_batches: int = 1, idle_byte
     )
 
 
-def _owning_blocks(trace: ExecutionTrace) -> NDArray[np.int64]:
+def owning_blocks(trace: ExecutionTrace) -> NDArray[np.int64]:
     """For each tensor the block that it is counted with.
 
     An input of blocks is counted with the first of them, because that block would be recomputed from it. An activation
@@ -88,12 +88,12 @@ def _backward_turns(trace: ExecutionTrace) -> list[list[TraceSpan]]:
     turns: list[list[TraceSpan]] = [[] for _ in trace.blocks]
     for step_pass, one_pass in groupby(trace.spans, key=lambda span: span.step_pass):
         if step_pass is StepPass.BACKWARD:
-            for turn, span in _assign_turns(list(one_pass), len(trace.blocks) - 1):
+            for turn, span in assign_turns(list(one_pass), len(trace.blocks) - 1):
                 turns[turn].append(span)
     return turns
 
 
-def _assign_turns(one_pass: Sequence[TraceSpan], last: int) -> Iterator[tuple[int, TraceSpan]]:
+def assign_turns(one_pass: Sequence[TraceSpan], last: int) -> Iterator[tuple[int, TraceSpan]]:
     """Each span with the block whose backward pass it falls into.
 
     Read from the end of the pass, the blocks come in increasing order: a span belongs to the highest block seen so far.

@@ -9,7 +9,7 @@ written again. Writes are atomic; if there are many files, the oldest are remove
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple
 from importlib.metadata import version
@@ -30,6 +30,8 @@ from supertuner.plan.placement.step_table import OperatorWork
 from supertuner.plan.trace.execution_trace import ExecutionTrace, StepPass, TraceSpan
 
 FORMAT: Final = "supertuner trace 1"
+TRACE_FOLDER: Final = ".traces"
+"""Below `run.output_dir`."""
 MAX_FILES: Final = 256
 """Files in a folder, of one or two megabytes each; the oldest are removed. A new version of a library makes all
 obsolete."""
@@ -72,8 +74,7 @@ class TraceCache:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(file, content)
-            for old in sorted(file.parent.glob("*.safetensors"), key=_newest_first)[MAX_FILES:]:
-                old.unlink(missing_ok=True)
+            remove_oldest(file.parent, "*.safetensors")
         except OSError as error:
             self._sink.emit(WarningEvent("traces", f"{file} cannot be written ({error}); it is traced again next time"))
 
@@ -82,18 +83,24 @@ class TraceCache:
         return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def program_versions() -> dict[str, str]:
-    """Versions of everything whose code runs in a trace; for this program, a hash of its source files."""
+def remove_oldest(folder: Path, pattern: str) -> None:
+    """Removes the oldest files if there are more than `MAX_FILES`."""
+    for old in sorted(folder.glob(pattern), key=_newest_first)[MAX_FILES:]:
+        old.unlink(missing_ok=True)
+
+
+def program_versions(packages: Sequence[str] = TRACED_PACKAGES) -> dict[str, str]:
+    """Versions of everything whose code runs in a trace; for this program, a hash of the source files of `packages`."""
     sources = xxhash.xxh3_128()
-    for file in traced_source_files():
+    for file in package_source_files(packages):
         sources.update(file.relative_to(PACKAGE).as_posix().encode())
         sources.update(file.read_bytes())
     return {**{name: version(name) for name in LIBRARIES}, "supertuner": sources.hexdigest()}
 
 
-def traced_source_files() -> list[Path]:
-    """The files of this program whose code decides what a trace contains."""
-    return [file for name in TRACED_PACKAGES for file in sorted((PACKAGE / name).rglob("*.py"))]
+def package_source_files(packages: Sequence[str] = TRACED_PACKAGES) -> list[Path]:
+    """The source files of these packages; by default those whose code decides what a trace contains."""
+    return [file for name in packages for file in sorted((PACKAGE / name).rglob("*.py"))]
 
 
 def serialize_trace(trace: ExecutionTrace, key: str) -> bytes:

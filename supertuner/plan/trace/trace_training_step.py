@@ -20,6 +20,8 @@ from supertuner.core.events import NullSink
 from supertuner.models.blocks import named_blocks
 from supertuner.models.meta_modules import MetaDeviceMode, fill_with_fake_tensors
 from supertuner.models.spec import Expert, Family, ModelDescription
+from supertuner.optim.automagic.optimizer import Automagic
+from supertuner.optim.automagic.parameter_batches import DEVICE_ELEMENTS
 from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, BatchTensorSpec, without_weights
 from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
 from supertuner.plan.trace.recorder import PLAIN_CPU, TracedDevice, TraceRecorder
@@ -45,6 +47,9 @@ def trace_training_step(
     build_options = partial(expert_setup.build_step_options, config, family, model, precision, NullSink())
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     expert_state = build_fake_expert_state(config, family, model, expert, mode)
+    optimizer = expert_state.optimizer.torch_optimizer
+    if isinstance(optimizer, Automagic) and device.name != CPU.type:  # its batches depend on the device
+        optimizer.batch_elements = DEVICE_ELEMENTS
     recorder = TraceRecorder(device)
     with mode:
         recorder.learn_engine_use_counts()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from supertuner.core.errors import TrainError
-from supertuner.plan.placement.memory_needs import UPDATE_PIECE_BYTES
+from supertuner.plan.placement.memory_needs import MIN_OFFLOAD_BYTES, UPDATE_PIECE_BYTES
 from supertuner.plan.placement.plan import ActivationPolicy, BlockPlan, MemoryPlan, OptimizerPlacement, WeightPlacement
 from supertuner.step.parameter_state import HOST, ParameterState
 from supertuner.step.train_step import ExpertState
@@ -25,9 +25,6 @@ from supertuner.train.offload.pinned_memory_pool import HostMemoryPool
 from supertuner.train.offload.tensor_host_buffers import HostBuffers
 from supertuner.train.offload.transfer import DeviceTransfer
 from supertuner.train.offload.weight_ring import StreamedBlock, WeightRing
-
-MIN_OFFLOAD_BYTES = 1 << 20
-"""Smaller tensors stay on the device: starting their copy takes longer than the copy."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

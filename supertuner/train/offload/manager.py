@@ -17,43 +17,51 @@ from supertuner.models import loading
 from supertuner.models.blocks import named_blocks
 from supertuner.models.spec import Expert, ModelDescription
 from supertuner.plan.placement import replan as replanning
+from supertuner.plan.placement.memory_needs import MIN_OFFLOAD_BYTES
 from supertuner.plan.placement.plan import ActivationPolicy, MemoryPlan, OptimizerPlacement, WeightPlacement
-from supertuner.plan.placement.run_plans import ExpertPlan, RunPlanner, plan_without_forecast
+from supertuner.plan.placement.run_plans import (
+    ExpertPlan,
+    RunPlanner,
+    loads_to_host,
+    plan_settings_on_machine,
+    plan_without_forecast,
+)
 from supertuner.step.expert_swap import ExpertSwap
 from supertuner.step.parameter_state import HOST
 from supertuner.step.train_step import ExpertState
-from supertuner.train.offload.apply import MIN_OFFLOAD_BYTES, OffloadedExpert, apply_plan
+from supertuner.train.offload.apply import OffloadedExpert, apply_plan
 from supertuner.train.offload.swappable_expert import PlannedSwappableExpert
 from supertuner.train.offload.tensor_host_buffers import HostBuffers
 from supertuner.train.offload.transfer import DeviceTransfer
 
 
 def plan_experts(
-    config: RunConfig, model: ModelDescription, experts: Sequence[Expert], planner: RunPlanner | None
+    config: RunConfig,
+    model: ModelDescription,
+    experts: Sequence[Expert],
+    planner: RunPlanner | None,
+    sink: Sink,
+    *,
+    one_pool: bool = False,
 ) -> dict[str, ExpertPlan]:
     """Expert → its plan, with the settings of `plan` applied. Experts without a plan are absent."""
     planned_by_expert, recompute = {}, config.train.gradient_checkpointing
+    settings, messages = plan_settings_on_machine(config.plan, one_pool)
+    for message in messages:
+        sink.emit(WarningEvent("plan", message))
     for expert in experts:
         blocks = list(named_blocks(loading.build_meta_module(model, expert.component)))
         planned = None if planner is None else planner.initial_plan(expert.name)
         if planned is None:
-            planned = plan_without_forecast(config.plan, blocks, phase=f"train {expert.name}", recompute=recompute)
+            planned = plan_without_forecast(settings, blocks, phase=f"train {expert.name}", recompute=recompute)
         if planned is not None:
             planned_by_expert[expert.name] = planned
     return planned_by_expert
 
 
 def loading_device(config: RunConfig, planned: ExpertPlan | None, device: torch.device) -> torch.device:
-    """The device that an expert is loaded to. HOST for one that is streamed or swapped: it may not fit as a whole.
-
-    Also HOST if averages of all weights are kept there: they are created next to the weights, and both may not fit.
-    """
-    if planned is None:
-        return device
-    streamed = any(row.weights is WeightPlacement.STREAMED for row in planned.plan.blocks)
-    averaged = config.adapter.type == "full" and config.train.ema_decay is not None
-    averages_on_host = averaged and planned.plan.stepping is not OptimizerPlacement.GPU
-    return HOST if streamed or planned.plan.idle_at_home or averages_on_host else device
+    """The device that an expert is loaded to."""
+    return HOST if planned is not None and loads_to_host(config, planned.plan) else device
 
 
 ReplanFunction = Callable[[str, replanning.PlanAssumptions, replanning.PlanObservation], ExpertPlan | None]

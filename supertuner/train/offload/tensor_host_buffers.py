@@ -10,13 +10,11 @@ from collections import deque
 
 import torch
 
+from supertuner.plan.placement.memory_needs import MAX_COPIES_IN_FLIGHT
 from supertuner.step.parameter_state import BufferKey
 from supertuner.train.offload.param_storage import StoredTensor
 from supertuner.train.offload.pinned_memory_pool import HostMemoryPool, tensor_in_bytes
 from supertuner.train.offload.transfer import CopyPair, DeviceTransfer, TransferEvent
-
-MAX_COPIES_IN_FLIGHT = 8
-"""Copies to host memory that may be in flight at the same time: each holds device memory meanwhile."""
 
 
 class HostBuffers:

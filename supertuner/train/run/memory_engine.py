@@ -23,6 +23,7 @@ from supertuner.memory.driver import Driver, NotAvailable
 from supertuner.memory.hints.api import ResidencyHints, drop_hints, use_hints, uvm_hint_override
 from supertuner.memory.hints.enabled import HintDecision, HintSupport, decide_hints, hint_support
 from supertuner.memory.hints.outcomes import HintStatus, HintTally
+from supertuner.memory.machines import ONE_POOL_SHARE
 from supertuner.memory.nvml import open_nvml
 from supertuner.memory.overflow_allocator.plugin import OverflowStats
 from supertuner.memory.overflow_allocator.pools import OverflowPools, open_overflow_pools
@@ -131,6 +132,8 @@ def open_memory(config: RunConfig, device: torch.device, context: RunContext) ->
         if not isinstance(nvml, NotAvailable):
             stack.callback(nvml.close)
         facts = probe_machine(host, driver, nvml)
+        stack.enter_context(_restored_memory_fraction(facts, device))
+        limit_pool_use(facts, device, context)
         hint_tally = HintTally()
         decision, hints, buffers = _open_hints(config, device, driver, facts, context)
         stack.callback(drop_hints)  # `supertuner.gh200` follows this run's configuration while it lasts
@@ -148,6 +151,39 @@ def open_memory(config: RunConfig, device: torch.device, context: RunContext) ->
         sampler, sample_every = stack.enter_context(sampler), config.report.memory_every_steps
         at_start = None if pools is None else pools.stats()
         yield MemoryEngine(facts, decision, hints, buffers, pools, at_start, sampler, sample_every, hint_tally)
+
+
+def limit_pool_use(facts: MachineFacts, device: torch.device, context: RunContext) -> None:
+    """On a one-pool machine, torch gets at most `ONE_POOL_SHARE` of the memory that is available now.
+
+    A GPU with its own memory refuses what it does not have. A pool gives its last page, and then the machine stops.
+    """
+    available = context.host.memory_available()
+    if not _shares_pool(facts, device) or available is None:
+        return
+    limit = torch.cuda.memory_reserved(device) + int(ONE_POOL_SHARE * available)
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    reason = (
+        f"CPU and GPU share one memory, of which {bytes_text(available)} are available; a full pool stops the machine"
+    )
+    context.sink.emit(DecisionEvent("memory.device_limit", bytes_text(min(limit, total)), reason))
+
+
+@contextmanager
+def _restored_memory_fraction(facts: MachineFacts, device: torch.device) -> Iterator[None]:
+    if not _shares_pool(facts, device):
+        yield
+        return
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+def _shares_pool(facts: MachineFacts, device: torch.device) -> bool:
+    return device.type == "cuda" and bool(facts.one_pool)
 
 
 def _open_hints(

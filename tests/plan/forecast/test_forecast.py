@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from supertuner.core.types import GIB
 from supertuner.plan.forecast.report import report_lines
-from supertuner.plan.forecast.results import FitStatus, RunTiming, TimingScenario, verdict_text
+from supertuner.plan.forecast.results import FitStatus, PhaseForecast, RunTiming, TimingScenario, verdict_text
 from supertuner.plan.forecast.storage import StorageItem
 from supertuner.plan.placement.make_plan import make_plan
+from supertuner.plan.placement.plan import MemoryPlan, OptimizerPlacement, PlanEstimate
 from supertuner.plan.placement.throughput import MemoryLimits
 from tests.plan.making_forecasts import a_capacity, a_forecast, a_phase, a_table
 
@@ -98,6 +100,33 @@ def test_times_are_given_at_peak_rates_and_at_a_share_of_them() -> None:
     assert "at peak rates" in text and "at 40% of peak" in text
     assert "not included: the length of the run: give --samples N" in text
     assert "training:" not in text
+
+
+def a_planned_phase(live_gib: int, reserved_gib: int) -> PhaseForecast:
+    modelled = PlanEstimate(1.0, 1.0, "compute", live_gib * GIB, 0, reserved_gib * GIB)
+    plan = MemoryPlan("train model", "gh200-96", True, (), 1, OptimizerPlacement.GPU, True, modelled)
+    return replace(a_phase(gpu_gib=120), reserved_bytes=130 * GIB, plan=plan)
+
+
+def test_a_planned_step_whose_live_bytes_fit_and_reserved_bytes_do_not_does_not_fit() -> None:
+    assert a_forecast(a_planned_phase(92, 97)).verdict.fit is FitStatus.DOES_NOT_FIT
+    assert a_forecast(a_planned_phase(88, 93)).verdict.fit is FitStatus.TIGHT
+    assert a_forecast(a_planned_phase(85, 90)).verdict.fit is FitStatus.FITS
+
+
+def test_both_counts_of_the_allocator_are_shown() -> None:
+    forecast = a_forecast(a_phase("encode text", 10), a_planned_phase(85, 90))
+    first, planned = json.loads(json.dumps(forecast.to_dict()))["phases"]
+    assert first["gpu_peak"] == {"allocated": 10 * GIB, "reserved": None}
+    assert planned["gpu_peak"] == {"allocated": 85 * GIB, "reserved": 90 * GIB}
+    assert planned["gpu_peak_bytes"] == 90 * GIB
+    assert ["by", "its", "plan", "85.0", "90.0"] in [line.split() for line in report_lines(forecast)]
+
+
+def test_encoders_that_stay_on_the_gpu_count_beside_the_plan() -> None:
+    phase = a_planned_phase(85, 90)
+    phase = replace(phase, gpu={**phase.gpu, "encoders": 5 * GIB})
+    assert (phase.allocated_bytes, phase.gpu_bytes) == (90 * GIB, 95 * GIB)
 
 
 def test_to_dict_has_everything_as_json_values() -> None:

@@ -59,7 +59,7 @@ def test_the_caches_of_the_260_image_example_are_far_below_the_estimates_of_the_
 ) -> None:
     config = load_config(CONFIGS / "wan22_lycoris_pictures.yaml", check_paths=False).config
     datasets = survey_datasets(config, 260)
-    found = {one.what: one for one in list_storage(config, datasets, traces.encoded_sizes(), (), 6 * MIB)}
+    found = {one.what: one for one in list_storage(config, datasets, traces.encoded_sizes(), (), 6 * MIB, None)}
     latents, text = found["cache of latents"].nbytes, found["cache of text"].nbytes
     assert latents is not None and latents < 140 * MIB, "the forks' documents say 8 to 10 GB"
     assert text is not None and text < 1.1 * GIB, (

@@ -26,10 +26,10 @@ def a_dataset(samples: int | None = 260, **more: Any) -> DatasetSize:
     )
 
 
-def stored(dataset: DatasetSize, **settings: Any) -> dict[str, StorageItem]:
+def stored(dataset: DatasetSize, steps: int | None = 1000, **settings: Any) -> dict[str, StorageItem]:
     config = RunConfig.model_validate(settings)
     trained = [ExpertStateSizes(100 * MIB, 200 * MIB, 50 * MIB)]
-    return {f"{one.what} {one.where}": one for one in list_storage(config, [dataset], WAN, trained, 10 * MIB)}
+    return {f"{one.what} {one.where}": one for one in list_storage(config, [dataset], WAN, trained, 10 * MIB, steps)}
 
 
 def test_260_latents_of_1024_pixels_are_130_mebibytes_and_not_gigabytes() -> None:
@@ -54,8 +54,21 @@ def test_a_persistent_cache_is_in_memory_and_on_disk_and_a_disabled_one_in_neith
 def test_one_checkpoint_more_than_kept_exists_while_it_is_written() -> None:
     found = stored(a_dataset(), checkpoints={"keep": 2})
     assert found["checkpoints disk"].nbytes == 3 * 300 * MIB
-    assert found["exports disk"].nbytes == 50 * MIB
     assert found["prefetched batches memory"].nbytes == 3 * 10 * MIB
+
+
+def test_exports_are_counted_by_checkpoints_formats_and_weights_up_to_those_kept() -> None:
+    def exports(steps: int | None = 1000, **settings: Any) -> int | None:
+        return stored(a_dataset(), steps, checkpoints={"every_steps": 300}, **settings)["exports disk"].nbytes
+
+    assert exports() == 4 * 50 * MIB
+    assert exports(exports={"formats": ("diffusers", "comfyui")}) == 8 * 50 * MIB
+    both = {"weights": "both", "when": "end"}
+    assert exports(exports=both) == 50 * MIB and exports(exports=both, train={"ema_decay": 0.9}) == 100 * MIB
+    assert exports(exports={"keep": 2}) == exports(None, exports={"keep": 2}) == 3 * 50 * MIB
+    assert exports(exports={"keep": 9}) == 4 * 50 * MIB and exports(None) is None
+    assert exports(adapter={"type": "full"}) == 50 * MIB, "whole models are exported once"
+    assert "exports disk" not in stored(a_dataset(), exports={"when": "never"})
 
 
 def test_an_unknown_size_is_none_and_the_total_says_that_it_is_incomplete() -> None:

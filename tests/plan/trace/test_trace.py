@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import NullSink
@@ -17,7 +20,7 @@ from supertuner.models.family_loader import load_family as family_of
 from supertuner.models.spec import Family, ModelDescription, ModelSource
 from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, BatchTensorSpec, EncoderShapeProbe
 from supertuner.plan.trace.execution_trace import OUTSIDE_BLOCKS, ExecutionTrace, StepPass, TensorKind
-from supertuner.plan.trace.recorder import inner_tensors
+from supertuner.plan.trace.recorder import PLAIN_CPU, TraceRecorder, inner_tensors
 from supertuner.plan.trace.step_table_builder import build_step_table
 from supertuner.plan.trace.trace_training_step import trace_training_step, with_checkpointing
 from supertuner.step.batch import StepBatch
@@ -41,7 +44,7 @@ ADAPTERS: list[dict[str, Any]] = [
     {"adapter": {"type": "lora"}, "model": {"base_weights": "int8"}},
 ]
 EVERY = [case for case in CASES if case.name not in ("wan-one-expert", "flux-schnell", "sd3", "sdxl-v")]
-OPTIMIZERS = ["adamw", "adamw8bit", "adafactor", "prodigy", "schedule_free", "automagic"]
+OPTIMIZERS = ["adamw", "adamw8bit", "adafactor", "prodigy", "schedule_free", "lion", "automagic"]
 
 
 @pytest.fixture(scope="module")
@@ -310,3 +313,26 @@ def test_the_table_of_a_step_without_recomputation_predicts_the_peak_with_it(
         stays += block.input_bytes if block.recomputable else block.saved_bytes
         most = max(most, stays + again + max(block.forward_peak_bytes, block.backward_peak_bytes))
     assert standing + most == pytest.approx(traced_peak, rel=0.1)
+
+
+def test_an_operator_on_8_bit_state_counts_the_tensors_inside_and_not_the_wrapper() -> None:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    def update() -> None:
+        state.copy_(state.float().lerp(gradient, 0.1))
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        return OptimState8bit.zeros((64, 256), dtype=torch.float32), torch.ones(64, 256)
+
+    state, gradient = make()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        update()
+    recorded = [one for one in profiled.profiler.kineto_results.events() if one.name() == "[memory]"]  # type: ignore[union-attr]
+    changes = [one.nbytes() for one in sorted(recorded, key=lambda one: one.start_ns())]
+    recorder = TraceRecorder(PLAIN_CPU)
+    with FakeTensorMode():
+        state, gradient = make()
+        with recorder:
+            update()
+    peak, _ = recorder.build_trace("update").peak()
+    assert peak == pytest.approx(max(accumulate(changes)), rel=0.01)

@@ -31,10 +31,10 @@ from supertuner.plan.trace.trace_store import (
     MAX_FILES,
     PACKAGE,
     TraceCache,
+    package_source_files,
     program_versions,
     read_trace,
     serialize_trace,
-    traced_source_files,
 )
 
 
@@ -126,7 +126,7 @@ def test_the_oldest_of_many_traces_are_removed(tmp_path: Path) -> None:
 def test_the_versions_cover_everything_that_runs_in_a_trace() -> None:
     versions = program_versions()
     assert {"torch", "diffusers", "peft", "supertuner"} <= set(versions) and versions == program_versions()
-    files = {file.relative_to(PACKAGE).as_posix() for file in traced_source_files()}
+    files = {file.relative_to(PACKAGE).as_posix() for file in package_source_files()}
     assert {"models/spec.py", "optim/schedule.py", "step/train_step.py", "plan/trace/recorder.py"} <= files
 
 
@@ -193,3 +193,22 @@ def test_encoders_and_samples_are_traced_with_everything_in_memory(
     assert same(traces.media(MEDIA), media)
     assert same(traces.text(), text)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_untrained_expert_of_a_sample_has_8_bit_weights_like_a_trained_one(
+    wan: tuple[Family, ModelDescription], shape: BatchShape
+) -> None:
+    blocks = [{"experts": experts, "base_weights": "int8"} for experts in ("all", "low_noise")]
+    traces = [trace_sampling(RunConfig.model_validate({"model": one}), *wan, shape) for one in blocks]
+    both, one = (trace.live_bytes_by_kind(0)[TensorKind.FROZEN] for trace in traces)
+    assert both == one
+
+
+def test_the_trace_of_loading_is_stored_with_the_bytes_that_are_copied(
+    tmp_path: Path, wan: tuple[Family, ModelDescription]
+) -> None:
+    config = RunConfig.model_validate({"model": {"base_weights": "int8"}})
+    traces = [CachedTraces(TraceCache(tmp_path, {}, RecordingSink()), config, *wan, PLAIN_CPU) for _ in range(2)]
+    first, again = (one.loading(wan[1].experts[0]) for one in traces)
+    assert same(first, again) and first.work_by_part == again.work_by_part
+    assert len(list(tmp_path.iterdir())) == 1

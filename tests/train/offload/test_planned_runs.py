@@ -47,7 +47,7 @@ def test_runs_with_plans_write_the_files_of_a_run_without_one(tmp_path: Path, pa
     assert "weights of 2 blocks streamed" in (run / "events.jsonl").read_text()
     # The same run again from the middle, with another plan.
     shutil.rmtree(run / "checkpoints" / "step-00000006")
-    shutil.rmtree(run / "exports")
+    shutil.rmtree(run / "exports" / "step-00000006")
     made(tmp_path, "planned", parent, OTHERWISE)
     assert "going on after step 3" in parent.output()
     assert written(run) == wanted
