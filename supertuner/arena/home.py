@@ -92,15 +92,17 @@ class ArenaHome:
             return folder.stored_bytes()
         return 0
 
-    def attach(self, name: str, *, verify: VerifyMode = "on_demand") -> ArenaReader:
-        """Open a sealed arena and validate it. Raises ArenaMissingError if there is none."""
+    def attach(self, name: str, *, verify: VerifyMode = "on_demand", may_remove: bool = True) -> ArenaReader:
+        """Open a sealed arena and validate it. Raises ArenaMissingError if there is none.
+
+        The last reader of an arena with lifetime "run" removes it, unless `may_remove` is false.
+        """
         with close_on_error(self._open_locked(name)) as folder:
             if not folder.has(INDEX_FILE):
                 raise ArenaMissingError(f"{folder.path}: is not sealed; its build is in progress or has died")
             head, catalog = open_sealed(folder)
             memory = map_segments(folder, catalog.segments, catalog.total_bytes)
-        # the last reader of a `run` arena deletes it
-        on_close = partial(self._sweep_arena, name) if head.life == "run" else None
+        on_close = partial(self._sweep_arena, name) if may_remove and head.life == "run" else None
         return ArenaReader(folder, catalog, memory, verify, on_close)
 
     def build(

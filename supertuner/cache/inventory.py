@@ -1,16 +1,19 @@
-"""Lists the cache arenas in folders and how many of their entries a configuration uses. Read-only."""
+"""Lists the cache arenas in folders and how many of their entries a configuration uses. Reads only: creates, removes
+and changes nothing."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from supertuner.arena.arena_info import ArenaInfo
 from supertuner.arena.home import ArenaHome
-from supertuner.cache.keys import KEY_WIDTH, CacheNamespace, EntryKeys
+from supertuner.cache.keys import KEY_WIDTH, CacheNamespace, EntryKeys, empty_keys
 from supertuner.core.errors import ArenaBusyError, ArenaDamagedError, ArenaMissingError
 from supertuner.core.events import Progress
 
@@ -24,6 +27,8 @@ class RequiredEntries:
     namespace: CacheNamespace
     keys: EntryKeys
     """Without duplicates."""
+    is_complete: bool = True
+    """Whether `keys` are all. False: the configuration may need other entries, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,8 @@ class CacheArenaStatus:
     """Entries that the configuration uses. If several arenas contain an entry, only the last one uses it."""
     is_stale: bool
     """Whether it was made by another encoder, in another precision, or by another cache version."""
+    is_use_known: bool
+    """False if the configuration may use more entries than `used_entries`."""
 
     @property
     def name(self) -> str:
@@ -52,13 +59,15 @@ class CacheArenaStatus:
             return "being built" if self.info.state == "building" else "unfinished"
         if self.used_entries:
             return "used" if self.used_entries == self.info.units else "partly used"
-        return "stale" if self.is_stale else "unused"
+        if self.is_stale:
+            return "stale"
+        return "unused" if self.is_use_known else "unknown"
 
 
-def list_cache_arenas(homes: Sequence[ArenaHome], required: Sequence[RequiredEntries]) -> list[CacheArenaStatus]:
-    """All cache arenas in these folders."""
+def list_cache_arenas(folders: Sequence[Path], required: Sequence[RequiredEntries]) -> list[CacheArenaStatus]:
+    """All cache arenas in these folders, of which some may not exist."""
     statuses: list[CacheArenaStatus] = []
-    for home in {home.path: home for home in homes}.values():
+    for home in [ArenaHome(folder) for folder in dict.fromkeys(folders) if folder.is_dir()]:
         counted_keys: dict[str, EntryKeys] = {}
         newest_first = sorted(filter(_is_cache_arena, home.list_arenas()), key=lambda info: -_arena_number(info.name))
         home_statuses = [_arena_status(home, info, required, counted_keys) for info in newest_first]
@@ -78,7 +87,7 @@ def verify_cache_arena(arena: CacheArenaStatus, progress: Progress) -> str | Non
     if arena.info.state != "sealed":
         return None
     try:
-        with arena.home.attach(arena.name) as reader:
+        with arena.home.attach(arena.name, may_remove=False) as reader:
             reader.verify(progress)
     except ArenaDamagedError as error:
         return f"{error.file}: {error.description}"
@@ -99,18 +108,33 @@ def _arena_status(
     kind = str(meta.get("what") or info.name.partition("-")[0])
     required = next((entries for entries in requirements if info.name.startswith(f"{entries.namespace.name}-")), None)
     used = _count_used(home, info, required, counted_keys) if required and info.state == "sealed" else 0
-    return CacheArenaStatus(home, info, kind, str(meta.get("identity", "")), used, required is None)
+    is_use_known = required is None or required.is_complete
+    return CacheArenaStatus(home, info, kind, str(meta.get("identity", "")), used, required is None, is_use_known)
 
 
 def _count_used(home: ArenaHome, info: ArenaInfo, required: RequiredEntries, counted_keys: dict[str, EntryKeys]) -> int:
-    try:
-        with home.attach(info.name) as reader:
-            keys = reader.fixed_width_keys(KEY_WIDTH)
-            if keys is None:
-                return 0
-            earlier = counted_keys.get(required.namespace.name, keys[:0])
-            used = keys[np.isin(keys, required.keys) & ~np.isin(keys, earlier)]
-            counted_keys[required.namespace.name] = np.concatenate([earlier, used])
-            return len(used)
-    except (ArenaMissingError, ArenaBusyError, ArenaDamagedError):
-        return 0  # removed or damaged since it was listed
+    keys = _entry_keys(home, info.name)
+    earlier = counted_keys.get(required.namespace.name, keys[:0])
+    used = keys[np.isin(keys, required.keys) & ~np.isin(keys, earlier)]
+    counted_keys[required.namespace.name] = np.concatenate([earlier, used])
+    return len(used)
+
+
+def count_missing(folder: Path, required: RequiredEntries) -> int:
+    """How many of the required entries no arena in this folder holds. Arenas of single epochs do not count."""
+    if not folder.is_dir():
+        return len(required.keys)
+    home, is_missing = ArenaHome(folder), np.ones(len(required.keys), bool)
+    for info in home.list_arenas():
+        if info.state == "sealed" and info.name.rpartition("-")[0] == required.namespace.name:
+            is_missing &= ~np.isin(required.keys, _entry_keys(home, info.name))
+    return int(is_missing.sum())
+
+
+def _entry_keys(home: ArenaHome, name: str) -> EntryKeys:
+    """The keys of an arena's entries; none if it was removed or damaged since it was listed."""
+    # such an arena has no entries to count
+    with suppress(ArenaMissingError, ArenaBusyError, ArenaDamagedError), home.attach(name, may_remove=False) as reader:
+        keys = reader.fixed_width_keys(KEY_WIDTH)
+        return empty_keys() if keys is None else keys.copy()
+    return empty_keys()

@@ -54,23 +54,32 @@ class CachePlacement:
     reason: str
 
 
+def cache_folders(storage: CacheStorage, config: RunConfig, run_dir: Path) -> tuple[Path, ...]:
+    """The folders that the settings choose, and that need not exist: where entries are kept, and where they are copied
+    to if they are not read from there."""
+    in_memory, memory_folder = storage == "unified_memory", config.arena.home or default_home()
+    if config.cache_config.persistent_cache:
+        folder = config.cache_config.cache_dir or config.run.output_dir / "cache"
+        return (folder, memory_folder) if in_memory else (folder,)
+    return (memory_folder if in_memory else run_dir / "cache",)
+
+
 def cache_placement(
     storage: CacheStorage, config: RunConfig, run_dir: Path, life: ArenaLifetime, on_attach: OnAttach = None
 ) -> CachePlacement:
-    """The folders that the settings choose.
+    """The locations in `cache_folders`, which are created if they do not exist.
 
     `life` is the lifetime of entries that are not persistent. `on_attach` is called for entries in unified memory only.
     """
-    in_memory = storage == "unified_memory"
+    in_memory, folders = storage == "unified_memory", cache_folders(storage, config, run_dir)
     if config.cache_config.persistent_cache:
-        folder = config.cache_config.cache_dir or config.run.output_dir / "cache"
-        primary = _disk_location(folder, "until_removed", check=not in_memory)
+        primary = _disk_location(folders[0], "until_removed", check=not in_memory)
         reason = "persistent_cache: kept here" + (", loaded into shared memory once" if in_memory else " and mapped")
-        return CachePlacement(primary, _memory_location(config, "run", on_attach) if in_memory else None, reason)
+        return CachePlacement(primary, _memory_location(folders[1], "run", on_attach) if in_memory else None, reason)
     if in_memory:
-        location = _memory_location(config, life, on_attach)
+        location = _memory_location(folders[0], life, on_attach)
         return CachePlacement(location, None, "one copy in memory for all processes; removed when the run ends")
-    location = _disk_location(run_dir / "cache", life, check=True)
+    location = _disk_location(folders[0], life, check=True)
     return CachePlacement(location, None, "a mapped file; removed when the run ends")
 
 
@@ -94,9 +103,9 @@ def _open_home(folder: Path) -> ArenaHome:
         raise CacheError(f"{error}; {remedy}") from error
 
 
-def _memory_location(config: RunConfig, life: ArenaLifetime, on_attach: OnAttach) -> CacheLocation:
+def _memory_location(folder: Path, life: ArenaLifetime, on_attach: OnAttach) -> CacheLocation:
     return CacheLocation(
-        home=ArenaHome(config.arena.home or default_home()),
+        home=ArenaHome(folder),
         life=life,
         in_memory=True,
         verify="on_demand",

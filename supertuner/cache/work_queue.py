@@ -7,6 +7,7 @@ dies, all others fail, too.
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import time
@@ -26,11 +27,11 @@ from supertuner.core.bulk_io import write_all
 from supertuner.core.closing import CloseOnExit, close_on_error
 from supertuner.core.errors import CacheError
 from supertuner.core.events import ProgressPhase
+from supertuner.core.waiting import waiting_for_other_ranks
 
 _HEADER = struct.Struct("<7q")
 _PEER_CHECK_S = 1.0
 """Seconds between two checks of the peers while this process makes entries."""
-_LOCK_TIMEOUT_S = 60.0
 _MAX_CHUNK = 32
 _MIN_CHUNKS_PER_WORKER = 4
 """Each process could claim at least this many chunks from the remaining entries."""
@@ -152,9 +153,10 @@ class EntryQueue(CloseOnExit):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        if not locks.lock(self._fd, exclusive=True, wait_s=_LOCK_TIMEOUT_S):
-            problem = f"has locked {self._name} for {_LOCK_TIMEOUT_S:g} s; it may be suspended"
-            raise CacheError(f"another process of this node {problem}")
+        # Without a limit: the kernel releases the lock of a process that has ended, and the watchdog ends a job of
+        # which one rank is stopped, and names it.
+        with waiting_for_other_ranks("the queue of cache entries"):
+            locks.lock(self._fd, exclusive=True, wait_s=math.inf)
         try:
             yield
         finally:

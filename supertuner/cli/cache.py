@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from supertuner.cli.options import ConfigArgument, JsonOption, SetOption
+
+if TYPE_CHECKING:
+    from supertuner.tools.caches import CacheState
 
 app = typer.Typer(help="Build, list, verify and prune caches of encoded samples and captions.", no_args_is_help=True)
 
@@ -41,12 +44,12 @@ def verify(config: ConfigArgument, sets: SetOption = None) -> None:
     from supertuner.api.session import load_command_config
     from supertuner.tools.caches import describe_cache, verify_caches
 
-    state, problems = verify_caches(load_command_config(config, sets or []))
+    state, problems = verify_caches(load_command_config(config, sets or [], needs_data=False))
     checked = list(zip(state.arenas, problems, strict=True))
     damaged = [(arena, problem) for arena, problem in checked if problem is not None]
     for arena, problem in checked:
         typer.echo(f"{describe_cache(arena)}: {'intact' if problem is None else 'DAMAGED'}")
-    _print_missing(state.missing)
+    _print_missing(state)
     for arena, problem in damaged:
         typer.echo(f"{arena.name}: damaged: {problem}", err=True)
     if any(not arena.used_entries for arena, _ in damaged):
@@ -63,17 +66,18 @@ def list_caches(config: ConfigArgument, sets: SetOption = None, as_json: JsonOpt
     from supertuner.cli.tables import print_table
     from supertuner.tools.caches import cache_record, cache_row, inspect_caches
 
-    state = inspect_caches(load_command_config(config, sets or []))
+    state = inspect_caches(load_command_config(config, sets or [], needs_data=False))
     if as_json:
         records = [cache_record(arena) for arena in state.arenas]
-        typer.echo(json.dumps({"arenas": records, "missing": state.missing}, indent=2))
+        content = {"arenas": records, "missing": state.missing, "unstaged": state.unstaged}
+        typer.echo(json.dumps(content, indent=2))
         return
     if state.arenas:
         headings = ("name", "entries", "used", "size", "", "encoder", "folder")
         print_table(headings, map(cache_row, state.arenas), ("entries", "used", "size"))
     else:
         typer.echo("nothing is cached")
-    _print_missing(state.missing)
+    _print_missing(state)
 
 
 @app.command()
@@ -86,7 +90,9 @@ def prune(
     from supertuner.api.session import load_command_config
     from supertuner.tools.caches import describe_cache, inspect_caches, prunable_caches, prune_caches
 
-    prunable = prunable_caches(inspect_caches(load_command_config(config, sets or [])))
+    state = inspect_caches(load_command_config(config, sets or [], needs_data=False))
+    prunable = prunable_caches(state)
+    _print_unstaged(state)
     if not prunable:
         typer.echo("nothing to prune")
         return
@@ -99,7 +105,14 @@ def prune(
         typer.echo(f"{'removed' if why_not is None else f'not removed ({why_not})'} {describe_cache(arena)}")
 
 
-def _print_missing(missing: dict[str, int]) -> None:
-    for kind, count in missing.items():
+def _print_missing(state: CacheState) -> None:
+    for kind, count in state.missing.items():
         if count:
             typer.echo(f"{count} entries of {kind} are missing; `supertuner cache build` or training will encode them")
+    _print_unstaged(state)
+
+
+def _print_unstaged(state: CacheState) -> None:
+    for dataset, reason in state.unstaged.items():
+        text = f"which entries datasets[{dataset}] uses is unknown: {reason}"
+        typer.echo(f"{text}; `supertuner stage` stages it. Entries that it may use are not pruned", err=True)

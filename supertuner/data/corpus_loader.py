@@ -10,13 +10,14 @@ from supertuner.arena.home import ArenaHome
 from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.data import DatasetSettings
 from supertuner.config.settings.run_config import RunConfig
-from supertuner.core.errors import SourceError
-from supertuner.core.events import Sink, WarningEvent
+from supertuner.core.errors import ArenaError, ArenaMissingError, SourceError
+from supertuner.core.events import Progress, Sink, WarningEvent
 from supertuner.data.corpus import Corpus, build_corpus
 from supertuner.data.ordering.bucket_members import BucketMembers, shared_bucket_members
 from supertuner.data.ordering.sample_collection import SampleCollection
-from supertuner.data.staging.arena_lookup import dataset_home_path
+from supertuner.data.staging.arena_lookup import dataset_home_path, find_current_arena
 from supertuner.data.staging.follower import follow_staging
+from supertuner.data.staging.staged_dataset import StagedDataset
 from supertuner.data.staging.stager import DatasetStager
 
 
@@ -44,6 +45,45 @@ def open_corpus(config: RunConfig, context: RunContext, *, life: ArenaLifetime |
         if context.peers.is_first:
             warn_unused_samples(corpus, context.sink)
         yield corpus
+
+
+@contextmanager
+def open_staged_corpus(config: RunConfig, progress: Progress) -> Iterator[tuple[Corpus | None, dict[str, str]]]:
+    """Yield the corpus of the datasets that are staged, or None if none is, and for each other one why it is not used.
+
+    Stages nothing and writes nothing, so it also works without the sources and without free memory.
+    """
+    unstaged: dict[str, str] = {}
+    with ExitStack() as stack:
+        datasets: list[tuple[DatasetSettings, SampleCollection]] = []
+        for settings in config.datasets:
+            try:
+                with progress.phase(f"listing {settings.id}"):
+                    staged = stack.enter_context(_attach_staged(settings, config))
+                if settings.conditioning_dir is not None:  # raises SourceError if a reference image is missing
+                    build_corpus([(settings, staged)], seed=0, batch_size=1)
+            except (ArenaError, SourceError) as error:
+                unstaged[settings.id] = str(error)
+            else:
+                datasets.append((settings, staged))
+        seed, batch_size = config.run.seed, config.train.batch_size
+        drop_last = config.loader.drop_last
+        yield (
+            build_corpus(datasets, seed=seed, batch_size=batch_size, drop_last=drop_last) if datasets else None,
+            unstaged,
+        )
+
+
+def _attach_staged(settings: DatasetSettings, config: RunConfig) -> StagedDataset:
+    """The dataset in its existing arena. Raises ArenaMissingError if there is none."""
+    home = dataset_home_path(settings, config)
+    name = find_current_arena(home, settings)
+    if not home.is_dir():
+        raise ArenaMissingError(f"it is not staged: {home} does not exist")
+    try:
+        return StagedDataset.from_reader(ArenaHome(home).attach(name, may_remove=False))
+    except ArenaMissingError as error:
+        raise ArenaMissingError(f"it is not staged: there is no arena {name} in {home}") from error
 
 
 def build_staged_corpus(

@@ -13,17 +13,23 @@ import numpy as np
 from supertuner.api.session import arena_lifetime, build_saved_config, open_session, run_name
 from supertuner.arena.format import ArenaLifetime
 from supertuner.arena.run_context import RunContext
-from supertuner.cache.inventory import CacheArenaStatus, RequiredEntries, list_cache_arenas, verify_cache_arena
-from supertuner.cache.keys import unique_keys
+from supertuner.cache.inventory import (
+    CacheArenaStatus,
+    RequiredEntries,
+    count_missing,
+    list_cache_arenas,
+    verify_cache_arena,
+)
+from supertuner.cache.keys import empty_keys, unique_keys
+from supertuner.cache.location import cache_folders
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.load import LoadedConfig
 from supertuner.core.errors import ArenaBusyError, ArenaError, CacheError
-from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON, bytes_text
 from supertuner.sinks.console import ConsoleSink
 
 if TYPE_CHECKING:
-    from supertuner.arena.home import ArenaHome
+    from supertuner.train.encoding.cache_plan import CacheKind
     from supertuner.train.encoding.corpus_caches import CorpusCaches
 
 
@@ -56,7 +62,10 @@ class CacheState:
 
     arenas: tuple[CacheArenaStatus, ...]
     missing: dict[str, int]
-    """Kind of entries → number of entries that the configuration needs and that are not cached."""
+    """Kind of entries → number of entries that the staged datasets need and that are not cached."""
+    unstaged: dict[str, str]
+    """Datasets that are not staged → why not. Which entries they use is unknown, because keys contain checksums of the
+    files."""
 
 
 def build_caches(loaded: LoadedConfig, *, check: bool = False) -> list[CacheBuildResult]:
@@ -66,19 +75,21 @@ def build_caches(loaded: LoadedConfig, *, check: bool = False) -> list[CacheBuil
 
 
 def inspect_caches(loaded: LoadedConfig) -> CacheState:
-    """The cache arenas and how the configuration uses them. Starts no run."""
-    with _open_state(loaded) as (_, state):
-        return state
+    """The cache arenas and how the configuration uses them. Stages, encodes and changes nothing."""
+    with ConsoleSink() as console:
+        return _inspect(loaded, console)
 
 
 def verify_caches(loaded: LoadedConfig) -> tuple[CacheState, tuple[str | None, ...]]:
     """(the state, for each arena its problem, or None if it is intact)."""
-    with _open_state(loaded) as (console, state):
+    with ConsoleSink() as console:
+        state = _inspect(loaded, console)
         return state, tuple(verify_cache_arena(held, console) for held in state.arenas)
 
 
 def prunable_caches(state: CacheState) -> list[CacheArenaStatus]:
-    """Arenas that the configuration does not need: stale, unused, damaged, or left unfinished by another encoder."""
+    """Arenas that the configuration certainly does not need: stale, unused, damaged, or left unfinished by another
+    encoder."""
     verdicts = ("stale", "unused", "damaged")
     return [
         held
@@ -106,8 +117,8 @@ def open_cache_sets(config: RunConfig, context: RunContext) -> Iterator[list[tup
         from supertuner.data.corpus_loader import open_corpus, select_datasets
         from supertuner.step.precision import ComputePrecision
         from supertuner.train.encoding.corpus_caches import open_corpus_caches
-        from supertuner.train.model_source import open_model
         from supertuner.train.run.memory_engine import open_memory
+        from supertuner.train.run.model_source import open_model
         from supertuner.train.run_checks import select_device
         from supertuner.train.setup import build_encoding_spec
     device = select_device(config.train.device)
@@ -142,36 +153,64 @@ def _build_portion(data: str, caching: CorpusCaches, check: bool) -> Iterator[Ca
             yield CacheBuildResult(kind, data, entries, store.entries_made, place.home.path, place.life)
 
 
-@contextmanager
-def _open_state(loaded: LoadedConfig) -> Iterator[tuple[ConsoleSink, CacheState]]:
+def _inspect(loaded: LoadedConfig, console: ConsoleSink) -> CacheState:
+    with console.phase("loading libraries"):
+        from supertuner.models.family_loader import load_family
+        from supertuner.train.encoding.cache_plan import CACHE_KINDS
+        from supertuner.train.run.model_source import TINY_MODEL, tiny_model_folder
     config = loaded.config
-    folder = config.run.output_dir / run_name(loaded, build_saved_config(loaded))
-    if config.model.path == "tiny" and not folder.is_dir():
-        raise CacheError(f"{folder} does not exist, so nothing is cached for it; run `supertuner cache build` first")
-    with ConsoleSink(set_aside_hint="`supertuner stage` lists them all") as console:
-        with open_cache_sets(config, RunContext(folder, console, console, HostFacts())) as cache_sets:
-            state = _cache_state([caching for _, caching in cache_sets])
-        yield console, state
-
-
-def _cache_state(cachings: Sequence[CorpusCaches]) -> CacheState:
-    from supertuner.cache.store import CacheStore
-    from supertuner.train.encoding.cache_plan import CACHE_KINDS
-
-    homes: list[ArenaHome] = []
-    needed: list[RequiredEntries] = []
+    run_dir = config.run.output_dir / run_name(loaded, build_saved_config(loaded))
+    tiny_model = tiny_model_folder(load_family(config.model.family).name, run_dir)
+    if config.model.path == TINY_MODEL and not tiny_model.is_dir():  # opening the model would write it
+        remedy = "run `supertuner cache build` first"
+        raise CacheError(f"{tiny_model} does not exist, so nothing is cached for it; {remedy}")
+    required, unstaged = _required_entries(config, run_dir, console)
+    folders: list[Path] = []
     missing: dict[str, int] = {}
-    for kind in CACHE_KINDS:
-        places = cachings[0].placement(kind)
-        if places is None:
+    cache, needed = config.cache_config, list[RequiredEntries]()
+    for kind, storage in zip(CACHE_KINDS, (cache.vae_cache_type, cache.text_cache_type), strict=True):
+        if storage != "none":
+            kind_folders = cache_folders(storage, config, run_dir)
+            missing[kind] = count_missing(kind_folders[0], required[kind])
+            folders += kind_folders
+            needed.append(required[kind])
+    return CacheState(tuple(list_cache_arenas(folders, needed)), missing, unstaged)
+
+
+def _required_entries(
+    config: RunConfig, run_dir: Path, console: ConsoleSink
+) -> tuple[dict[CacheKind, RequiredEntries], dict[str, str]]:
+    """For each kind the entries that the staged datasets need, and the datasets that are not staged, with reasons."""
+    from supertuner.data.corpus_loader import open_staged_corpus, select_datasets
+    from supertuner.step.precision import DTYPES
+    from supertuner.train.encoding import cache_plan as plans
+    from supertuner.train.run.model_source import open_model
+    from supertuner.train.setup import encoder_fingerprints
+
+    family, model = open_model(config, run_dir)
+    fingerprints, dtype = encoder_fingerprints(config, family, model), DTYPES[config.train.mixed_precision]
+    namespaces = plans.cache_namespaces(fingerprints, dtype)
+    keys = {kind: [empty_keys()] for kind in plans.CACHE_KINDS}
+    unstaged: dict[str, str] = {}
+    for held_out in (False, True):
+        part = select_datasets(config, held_out=held_out)
+        if part is None:
             continue
-        space = cachings[0].requirements.namespace(kind)
-        keys, _ = unique_keys(np.concatenate([caching.keys(kind) for caching in cachings]))
-        homes += [places.primary.home, *([] if places.working_copy is None else [places.working_copy.home])]
-        needed.append(RequiredEntries(space, keys))
-        with CacheStore(places.primary, space, RunContext.silent(cachings[0].context.run_dir)) as store:
-            missing[kind] = len(store.missing_indices(keys))
-    return CacheState(tuple(list_cache_arenas(homes, needed)), missing)
+        with open_staged_corpus(part, console) as (corpus, unstaged_part):
+            unstaged |= unstaged_part
+            if corpus is None:
+                continue
+            requirements = plans.cache_requirements(config, corpus, fingerprints, dtype)
+            # The positions of some datasets alone are not those of the run: then all their samples count.
+            until = config.validation.held_out_samples if held_out and not unstaged_part else None
+            plan = plans.build_cache_plan(requirements, until)
+            for kind in plans.CACHE_KINDS:
+                keys[kind].append(plan.keys(kind))
+    required = {
+        kind: RequiredEntries(namespaces[kind], unique_keys(np.concatenate(keys[kind]))[0], not unstaged)
+        for kind in plans.CACHE_KINDS
+    }
+    return required, unstaged
 
 
 def cache_record(arena: CacheArenaStatus) -> dict[str, JSON]:
@@ -203,6 +242,8 @@ def describe_cache(arena: CacheArenaStatus) -> str:
 
 
 def describe_build(result: CacheBuildResult) -> str:
+    if not result.entries:
+        return f"{result.kind} of {result.data} data: nothing is cached in advance; training encodes what it uses"
     count = f"{result.encoded} encoded now" if result.encoded else "nothing to encode"
     lifetimes = {"until_removed": "until it is removed", "run": "as long as the run"}
     stays = lifetimes.get(str(result.life), f"{result.life} h")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from supertuner.cache.work_queue import chunk_size
+from supertuner.arena import locks
+from supertuner.arena.node_peers import NodePeers
+from supertuner.cache.work_queue import EntryQueue, chunk_size
+from supertuner.core.waiting import MarkKind, marks_by_thread
 from tests.cache.peer_processes import fill, kill_ranks
 from tests.cache.store_helpers import CountingEncoder, contents, store
 from tests.distributed.ranks import launched_ranks, run_launched
@@ -35,6 +42,24 @@ def test_chunks_shrink_until_the_last_has_one_entry(total: int, workers: int) ->
         remaining -= chunks[-1]
     assert sum(chunks) == total and chunks == sorted(chunks, reverse=True) and max(chunks, default=1) <= 32
     assert chunks[-1:] in ([], [1])
+
+
+def test_a_queue_waits_for_its_lock_however_long_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder may be stopped: the watchdog knows when to end that, and which rank it is."""
+    peers, arena = NodePeers(0, 2, tmp_path), tmp_path / "arena"
+    clock = itertools.count(0, 1000)  # at each look it is 1,000 s later
+    monkeypatch.setattr(locks, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=time.sleep))
+    with EntryQueue.publish(peers, arena, np.arange(3)) as queue, ThreadPoolExecutor(1) as other:
+        joined = EntryQueue.join(peers, arena)
+        assert joined is not None
+        with joined:
+            with queue._locked():
+                state = other.submit(joined.state)
+                while next(clock) < 100_000 and not state.done():
+                    time.sleep(0.01)
+                ((mark,),) = marks_by_thread().values()
+            assert state.result().total == 3
+    assert mark == (MarkKind.WAITS_FOR_RANKS, "the queue of cache entries")
 
 
 def test_if_one_process_fails_all_fail_with_its_error(tmp_path: Path) -> None:

@@ -87,8 +87,9 @@ def plan(corpus: Corpus, begin: int = 0, end: int | None = None) -> list[MicroBa
     return [single_micro_batch(corpus.order, draws) for draws in corpus.order.batches(begin, stop)]
 
 
-def decode_all(corpus: Corpus, threads: int, ahead: int) -> list[DecodedBatch]:
-    with DecoderPool(corpus, threads) as decoders, BatchPrefetcher(decoders, plan(corpus), ahead) as batches:
+def decode_all(corpus: Corpus, threads: int, ahead: int, memory_bytes: int | None = None) -> list[DecodedBatch]:
+    decoders = DecoderPool(corpus, threads, memory_bytes)
+    with decoders, BatchPrefetcher(decoders, plan(corpus), ahead) as batches:
         return list(batches)
 
 
@@ -110,6 +111,11 @@ def test_an_epoch_has_every_sample_once_in_the_shape_of_its_bucket(corpus):
 def test_batches_do_not_depend_on_the_number_of_threads_or_batches_ahead(corpus):
     single, parallel = decode_all(corpus, 1, 0), decode_all(corpus, 5, 4)
     assert len(single) == len(parallel) and all(map(same, single, parallel))
+
+
+def test_batches_do_not_depend_on_the_memory_for_decoding_not_even_if_every_sample_exceeds_it(corpus):
+    plenty, too_little = decode_all(corpus, 5, 4), decode_all(corpus, 5, 4, memory_bytes=1)
+    assert len(plenty) == len(too_little) and all(map(same, plenty, too_little))
 
 
 def test_a_sample_does_not_depend_on_its_batch(corpus):

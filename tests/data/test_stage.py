@@ -88,6 +88,24 @@ def test_a_saved_hugging_face_dataset_is_staged_and_reused(tmp_path, home):
     assert stager(home).stage(settings).reused
 
 
+def test_parquet_files_as_the_hub_holds_them_are_staged_also_through_links(tmp_path, home, monkeypatch):
+    """The hub's cache is a folder of links to files elsewhere."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    files = [picture(seed=i) for i in range(3)]
+    rows = {"image": [{"bytes": f, "path": None} for f in files], "text": [f"c{i}" for i in range(3)]}
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    (tmp_path / "hf/data").mkdir(parents=True)
+    (tmp_path / "blob").write_bytes(b"")
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "blob")
+    (tmp_path / "hf/data/train-00000-of-00001.parquet").symlink_to(tmp_path / "blob")
+    (tmp_path / "hf/data/test-00000-of-00001.parquet").write_bytes(b"not used")
+    (tmp_path / "hf/README.md").write_text("a card")
+    result = stager(home).stage(dataset(tmp_path / "hf"))
+    assert contents(home, result.arena) == {f"{i}": (files[i], (f"c{i}",)) for i in range(3)}
+
+
 def test_caption_settings_that_do_not_apply_to_a_hugging_face_dataset_are_refused(tmp_path, home):
     path = saved(tmp_path / "hf", {"image": [{"bytes": picture(), "path": None}], "text": ["x"]})
     with pytest.raises(SourceError, match=r"has its captions in a column.*captions\.caption_column"):
@@ -427,3 +445,9 @@ def test_staging_without_the_c_library_gives_the_same_arena_and_a_warning(tmp_pa
     assert contents(home, with_c.arena) == contents(tmp_path / "other", in_python.arena)
     assert sink.set_aside() == python_sink.set_aside() and len(sink.set_aside()) == 2
     assert "without a C compiler" in python_sink.warnings()
+
+
+def test_a_slow_rate_of_files_is_not_rounded_to_zero(tmp_path):
+    write(tmp_path / "set", {"a.jpg": picture()})
+    result = stager(tmp_path / "home").stage(dataset(tmp_path / "set"))
+    assert dataclasses.replace(result, seconds=500.0).figures()["files_per_s"] == 0.002

@@ -18,17 +18,20 @@ DROPPED_CAPTION = -1
 """Returned by `choose_caption_index` if the caption is empty in this cycle."""
 
 
-def draw_caption(captions: Sequence[str], rules: CaptionSettings, rng: SampleRng) -> str:
+def draw_caption(
+    captions: Sequence[str], rules: CaptionSettings, rng: SampleRng, tag_rng: SampleRng | None = None
+) -> str:
     """One of a sample's captions; empty if it is dropped, or if there is neither a caption nor a trigger word.
 
-    A dropped caption is completely empty, without the trigger word, so that the model also trains unconditionally.
+    `tag_rng` shuffles the tags; None: `rng`. A dropped caption is completely empty, without the trigger word, so that
+    the model also trains unconditionally.
     """
     if rng.uniform("caption dropout") < rules.dropout:
         return ""
     number = rng.integer_below(len(captions), "caption choice") if captions and rules.choose == "random" else 0
     text = captions[number].strip() if captions else ""
     if rules.shuffle_tags:
-        text = shuffle_tags(text, rules.tag_separator, rules.keep_tags, rng)
+        text = shuffle_tags(text, rules.tag_separator, rules.keep_tags, tag_rng or rng)
     return apply_trigger_word(text, rules.trigger_word, rules.tag_separator)
 
 

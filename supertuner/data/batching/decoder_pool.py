@@ -1,7 +1,8 @@
 """DecoderPool: threads that decode samples of one bucket into one tensor; results do not depend on their number.
 
 Decoders release the GIL, so threads use all CPUs and write directly into the batch, without worker processes and
-without copies between them. Torch's intra-op threads are disabled in these threads, where they would only compete.
+without copies between them. The memory of the samples that are decoded at once is bounded. Torch's intra-op threads
+are disabled in these threads, where they would only compete.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from threading import Barrier
 from typing import TYPE_CHECKING
 
 from supertuner.core.closing import CloseOnExit
+from supertuner.core.host import HostFacts
 from supertuner.core.types import MediaKind
 from supertuner.data.batching.render import caption_for_sample, render_sample
 from supertuner.data.corpus import Corpus
+from supertuner.data.decode.decode_memory import DecodeMemory, decode_memory_limit
 from supertuner.data.ordering.buckets import Bucket
 from supertuner.data.ordering.micro_batches import MicroBatch
 
@@ -66,8 +69,10 @@ class PendingBatch:
 class DecoderPool(CloseOnExit):
     """Threads that decode batches of a corpus. A context manager whose exit ends the threads."""
 
-    def __init__(self, corpus: Corpus, threads: int) -> None:
+    def __init__(self, corpus: Corpus, threads: int, memory_bytes: int | None = None) -> None:
+        """`memory_bytes` bounds the memory of decoding; None: a share of what this host has available."""
         self._corpus = corpus
+        self._memory = DecodeMemory(decode_memory_limit(HostFacts()) if memory_bytes is None else memory_bytes)
         self.threads = threads
         self._pool = single_threaded_torch_pool(threads)
 
@@ -91,8 +96,10 @@ class DecoderPool(CloseOnExit):
             positions=tuple(draws.position.tolist()),
             cycles=tuple(cycles),
         )
-        submit = self._pool.submit
-        futures = [submit(render_sample, corpus.seed, *row, bucket, media[i]) for i, row in enumerate(rows)]
+        futures = [
+            self._pool.submit(render_sample, corpus.seed, *row, bucket, media[i], self._memory)
+            for i, row in enumerate(rows)
+        ]
         return PendingBatch(batch, futures)
 
     def decode(self, micro_batch: MicroBatch) -> DecodedBatch:

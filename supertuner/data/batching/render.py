@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +19,13 @@ from supertuner.data.batching.captions import draw_caption
 from supertuner.data.batching.sample_rng import SampleRng
 from supertuner.data.corpus import CorpusDataset
 from supertuner.data.decode import raising_broken_media
-from supertuner.data.decode.image import RGBImage
+from supertuner.data.decode.decode_memory import (
+    AUDIO_COPIES,
+    RENDERED_BYTES_PER_PIXEL,
+    VIDEO_BYTES_PER_PIXEL,
+    DecodeMemory,
+)
+from supertuner.data.decode.image import EncodedImage, RGBImage
 from supertuner.data.decode.resize import crop_and_resize, crop_box
 from supertuner.data.ordering.buckets import Bucket, frames_available
 
@@ -52,9 +59,11 @@ def rng_for_sample(seed: int, dataset: CorpusDataset, sample: int, cycle: int) -
     return SampleRng(seed, dataset.samples.id, dataset.samples.key(sample), cycle)
 
 
-def caption_for_sample(seed: int, dataset: CorpusDataset, sample: int, cycle: int) -> str:
+def caption_for_sample(seed: int, dataset: CorpusDataset, sample: int, cycle: int, tag_cycle: int | None = None) -> str:
+    """The caption that a cycle draws. `tag_cycle` is the cycle whose order of shuffled tags it has; None: the same."""
     rng = rng_for_sample(seed, dataset, sample, cycle)
-    return draw_caption(dataset.samples.captions(sample), dataset.settings.captions, rng)
+    tag_rng = None if tag_cycle is None else rng_for_sample(seed, dataset, sample, tag_cycle)
+    return draw_caption(dataset.samples.captions(sample), dataset.settings.captions, rng, tag_rng)
 
 
 def augmentation_for_sample(seed: int, dataset: CorpusDataset, sample: int, cycle: int) -> AugmentationParams:
@@ -93,32 +102,49 @@ def framing_for_sample(seed: int, dataset: CorpusDataset, sample: int, cycle: in
 
 
 def render_sample(
-    seed: int, dataset: CorpusDataset, sample: int, cycle: int, bucket: Bucket, out: torch.Tensor
+    seed: int,
+    dataset: CorpusDataset,
+    sample: int,
+    cycle: int,
+    bucket: Bucket,
+    out: torch.Tensor,
+    memory: DecodeMemory | None = None,
 ) -> None:
     """Write the sample into `out`, which has the bucket's shape. Raises BrokenMediaError if the bytes do not decode.
 
-    A change to this function that gives different values for the same bytes and settings must increase RENDER_VERSION.
+    With `memory`, which threads share, decoding waits until this sample is admitted. A change to this function that
+    gives different values for the same bytes and settings must increase RENDER_VERSION.
     """
     augmentation = augmentation_for_sample(seed, dataset, sample, cycle)
-    if bucket.kind is MediaKind.AUDIO:
-        _render_audio(dataset, sample, augmentation, bucket, out)
+    if bucket.kind is MediaKind.IMAGE:
+        image, size = _open_still(dataset, sample), (bucket.width, bucket.height)
+        with _reserved(memory, image.peak_bytes(size) + RENDERED_BYTES_PER_PIXEL * bucket.width * bucket.height):
+            with raising_broken_media(_sample_label(dataset, sample)):
+                pixels = image.decode(size)
+            _render_image(pixels, dataset, augmentation, bucket, out)
     elif bucket.kind is MediaKind.VIDEO:
-        for number, frame in enumerate(_decode_clip(dataset, sample, augmentation, bucket)):
-            _render_image(frame, dataset, augmentation, bucket, out[:, number])
+        frame_pixels = int(dataset.samples.width[sample]) * int(dataset.samples.height[sample])
+        rendered_bytes = RENDERED_BYTES_PER_PIXEL * bucket.width * bucket.height
+        with _reserved(memory, VIDEO_BYTES_PER_PIXEL * frame_pixels + rendered_bytes):
+            for number, frame in enumerate(_decode_clip(dataset, sample, augmentation, bucket)):
+                _render_image(frame, dataset, augmentation, bucket, out[:, number])
     else:
-        _render_image(_decode_still(dataset, sample, bucket), dataset, augmentation, bucket, out)
+        with _reserved(memory, AUDIO_COPIES * out.nbytes):
+            _render_audio(dataset, sample, augmentation, bucket, out)
+
+
+def _reserved(memory: DecodeMemory | None, nbytes: int) -> AbstractContextManager[None]:
+    return nullcontext() if memory is None else memory.reserve(nbytes)
 
 
 def _sample_label(dataset: CorpusDataset, sample: int) -> str:
     return f"datasets[{dataset.samples.id}], sample {dataset.samples.key(sample)!r}"
 
 
-def _decode_still(dataset: CorpusDataset, sample: int, bucket: Bucket) -> RGBImage:
-    from supertuner.data.decode.image import decode_image
-
+def _open_still(dataset: CorpusDataset, sample: int) -> EncodedImage:
     payload = dataset.samples.media(sample)
     with raising_broken_media(_sample_label(dataset, sample)):
-        return decode_image(payload, (bucket.width, bucket.height))
+        return EncodedImage.open(payload)
 
 
 def _decode_clip(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import MediaKind
+from supertuner.data.decode.decode_memory import VIDEO_BYTES_PER_PIXEL, DecodeMemory
 from supertuner.data.probe.media_info import AV_AUDIO_FORMATS, MediaInfo
 from supertuner.data.probe.memoryview_file import MemoryviewFile, open_with_av
 
@@ -30,20 +31,23 @@ def raising_broken_media(label: str) -> Iterator[None]:
         raise BrokenMediaError(f"{label}: cannot be decoded ({type(error).__name__}: {error})") from error
 
 
-def require_decodes(payload: memoryview, info: MediaInfo, kind: MediaKind) -> None:
+def require_decodes(payload: memoryview, info: MediaInfo, kind: MediaKind, memory: DecodeMemory) -> None:
     """Raise BrokenMediaError if any part of the file does not decode: the thorough check of `check: "decode"`.
 
     Takes as long as decoding the file for training. Images and video go through the decoders that training uses, so a
     file that passes here cannot fail there. Audio is decoded in blocks, because only its completeness matters here and
-    a long file would fill memory.
+    a long file would fill memory. Decoding waits until `memory`, which threads share, admits the file.
     """
     try:
         if kind is MediaKind.IMAGE:
-            from supertuner.data.decode.image import decode_image
+            from supertuner.data.decode.image import EncodedImage
 
-            decode_image(payload)
+            image = EncodedImage.open(payload)
+            with memory.reserve(image.peak_bytes()):
+                image.decode()
         elif kind is MediaKind.VIDEO:
-            _check_video(payload, info)
+            with memory.reserve(VIDEO_BYTES_PER_PIXEL * info.width * info.height):
+                _check_video(payload, info)
         else:
             _check_audio(payload, info)
     except BrokenMediaError as error:

@@ -9,6 +9,7 @@ to 8 bits. Of an animation, the first frame is used.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from supertuner.core.errors import BrokenMediaError
 from supertuner.core.types import MediaKind
 from supertuner.data.probe import probe
+from supertuner.data.probe.media_info import MediaInfo
 from supertuner.data.probe.memoryview_file import MemoryviewFile
 
 if TYPE_CHECKING:
@@ -32,18 +34,68 @@ MIN_REDUCED_SCALE = 2
 """A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if at least this many times the target size remains."""
 
 
-def decode_image(payload: memoryview, target_size: tuple[int, int] | None = None) -> RGBImage:
-    """The image as [H, W, C]. With `target_size` (width, height) it may be smaller than stored, but not smaller than
-    MIN_REDUCED_SCALE times that."""
-    info = probe(payload, MediaKind.IMAGE)
-    with _open_with_pillow(info.format, payload) as image:
-        profile = _non_srgb_profile(image)
-        if info.format == "jpeg" and profile is None:
-            reduction = _reduction_factor(info.width, info.height, target_size)
-            stored = _decode_with_turbojpeg(payload, reduction)
+# Peak bytes per pixel of the stored image: measured (tests/data/test_decode_memory.py), rounded up.
+_JPEG_COEFFICIENT_BYTES = 6
+"""libjpeg keeps all coefficients of a progressive image: 2 bytes for each of up to three components."""
+_RGB_BYTES = 3
+_PILLOW_BYTES = 16
+"""Pillow's image (4 bytes per pixel) and its conversion to RGB, its bytes twice, and the array."""
+_PROFILE_BYTES, _TRANSPARENCY_BYTES, _WEBP_BYTES = 4, 8, 12
+"""In addition: a conversion of the colours; the layers that are composited; libwebp's canvases."""
+_DEEP_GREY_BYTES = 32
+"""Pillow's image and three arrays of float64."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EncodedImage:
+    """An image whose header was read, and whose pixels were not."""
+
+    payload: memoryview
+    info: MediaInfo
+    _image: Image
+    """Pillow's image, not loaded."""
+    _profile: Any
+    """The colour profile to convert from; None for sRGB."""
+
+    @classmethod
+    def open(cls, payload: memoryview) -> EncodedImage:
+        """Raises BrokenMediaError or errors of Pillow if the file is not an image, or a decompression bomb."""
+        info = probe(payload, MediaKind.IMAGE)
+        image = _open_with_pillow(info.format, payload)
+        return cls(payload, info, image, _non_srgb_profile(image))
+
+    def decode(self, target_size: tuple[int, int] | None = None) -> RGBImage:
+        """The image as [H, W, C]. With `target_size` (width, height) it may be smaller than stored, but not smaller
+        than MIN_REDUCED_SCALE times that."""
+        if self._is_for_turbojpeg:
+            stored = _decode_with_turbojpeg(self.payload, self._reduction(target_size))
             if stored is not None:
-                return apply_orientation(stored, info.orientation)
-        return apply_orientation(_decode_with_pillow(image, profile), info.orientation)
+                return apply_orientation(stored, self.info.orientation)
+        return apply_orientation(_decode_with_pillow(self._image, self._profile), self.info.orientation)
+
+    def peak_bytes(self, target_size: tuple[int, int] | None = None) -> int:
+        """Estimate of the memory that `decode`, cropping and resizing need at most, without what is written in the
+        target's size. A JPEG that libjpeg-turbo refuses because of a fault needs up to twice as much."""
+        pixels = self.info.width * self.info.height
+        if self._is_for_turbojpeg:
+            return _JPEG_COEFFICIENT_BYTES * pixels + _RGB_BYTES * pixels // self._reduction(target_size) ** 2
+        if _is_deep_grey(self._image):
+            return _DEEP_GREY_BYTES * pixels
+        per_pixel = _PILLOW_BYTES + (_PROFILE_BYTES if self._profile is not None else 0)
+        per_pixel += _TRANSPARENCY_BYTES if self._image.has_transparency_data else 0
+        return (per_pixel + (_WEBP_BYTES if self.info.format == "webp" else 0)) * pixels
+
+    @property
+    def _is_for_turbojpeg(self) -> bool:
+        return self.info.format == "jpeg" and self._profile is None and self._image.mode in ("L", "RGB")
+
+    def _reduction(self, target_size: tuple[int, int] | None) -> int:
+        return _reduction_factor(self.info.width, self.info.height, target_size)
+
+
+def decode_image(payload: memoryview, target_size: tuple[int, int] | None = None) -> RGBImage:
+    """The image of a file. See `EncodedImage.decode`."""
+    return EncodedImage.open(payload).decode(target_size)
 
 
 def _open_with_pillow(format: str, payload: memoryview) -> Image:
@@ -93,7 +145,7 @@ def _decode_with_pillow(image: Image, profile: Any) -> RGBImage:
     from PIL import Image
 
     image.load()
-    if image.mode.startswith("I") or image.mode == "F":
+    if _is_deep_grey(image):
         return _decode_deep_grey(image)
     if image.has_transparency_data:
         layer = image.convert("RGBA")
@@ -102,6 +154,10 @@ def _decode_with_pillow(image: Image, profile: Any) -> RGBImage:
     if profile is not None:
         image = _convert_to_srgb(image, profile)
     return np.array(image.convert("RGB"))
+
+
+def _is_deep_grey(image: Image) -> bool:
+    return image.mode.startswith("I") or image.mode == "F"
 
 
 def _decode_deep_grey(image: Image) -> RGBImage:

@@ -19,6 +19,7 @@ from supertuner.arena.format import ArenaLifetime
 from supertuner.arena.home import ArenaHome
 from supertuner.arena.reader import ArenaReader
 from supertuner.config.settings.data import DatasetSettings
+from supertuner.core.waiting import waiting_for_other_ranks
 from supertuner.data.ordering.bucket_assignment import bucket_indices, bucket_table
 from supertuner.data.ordering.buckets import NO_BUCKET, Bucket, Int32Array
 from supertuner.data.ordering.sample_collection import SampleCollection, slice_metadata
@@ -83,7 +84,8 @@ def shared_bucket_members(
         return assign_buckets(settings, samples)
     table = bucket_table(settings)
     name = bucket_arena_name(settings, samples)
-    reader_or_build = home.attach_or_build(name, life=life, wait_s=BUILD_WAIT_S)
+    with waiting_for_other_ranks("another process that assigns samples to buckets"):
+        reader_or_build = home.attach_or_build(name, life=life, wait_s=BUILD_WAIT_S)
     if isinstance(reader_or_build, ArenaReader):
         return _map_members(reader_or_build, table)
     with reader_or_build as build:

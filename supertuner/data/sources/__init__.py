@@ -12,7 +12,7 @@ from supertuner.core.errors import SourceError
 from supertuner.core.types import MediaKind
 from supertuner.data.probe.sniff import KIND_BY_EXTENSION
 from supertuner.data.sources.folder import FolderSource
-from supertuner.data.sources.huggingface import HuggingFaceSource, is_saved_dataset
+from supertuner.data.sources.huggingface import HuggingFaceSource, is_saved_dataset, parquet_files
 from supertuner.data.sources.listing import DataSource
 from supertuner.data.sources.webdataset import WebDatasetSource
 
@@ -37,6 +37,11 @@ def open_source(dataset: DatasetSettings) -> DataSource:
     return source_types[format](root, dataset.dataset_type, dataset.captions, dataset.limit)
 
 
+def _has_media(root: Path) -> bool:
+    """Whether a folder, or one below it, has a file with the extension of an image, video or sound."""
+    return any(path.suffix.lower() in KIND_BY_EXTENSION for path in root.rglob("*"))
+
+
 def detect_source_format(root: Path) -> SourceFormat:
     """The format of a folder or file: Hugging Face by its JSON files, WebDataset if it has .tar files and no media."""
     if root.is_file():
@@ -45,6 +50,6 @@ def detect_source_format(root: Path) -> SourceFormat:
         return "huggingface"
     names = os.listdir(root)
     if not any(name.endswith(".tar") for name in names):
-        return "folder"
+        return "huggingface" if parquet_files(root) and not _has_media(root) else "folder"
     endings = {os.path.splitext(name)[1].lower() for name in names}
     return "folder" if endings & KIND_BY_EXTENSION.keys() else "webdataset"

@@ -1,4 +1,5 @@
-"""HuggingFaceSource: a dataset saved with `save_to_disk`, with media and captions in columns. Runs no code of it."""
+"""HuggingFaceSource: a dataset saved with `save_to_disk`, or downloaded from the hub as Parquet files, with media and
+captions in columns. Runs no code of it."""
 
 from __future__ import annotations
 
@@ -25,6 +26,12 @@ _BATCH_ROWS = 256
 def is_saved_dataset(root: Path) -> bool:
     files = ("state.json", "dataset_info.json")
     return (root / "dataset_dict.json").is_file() or all((root / name).is_file() for name in files)
+
+
+def parquet_files(root: Path) -> list[Path]:
+    """The Parquet files of a dataset as the hub holds it: of its split `train`, or all if no name has a split."""
+    files = sorted(path for path in root.rglob("*.parquet") if not path.name.startswith("metadata"))
+    return [path for path in files if path.name.startswith("train")] or files
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -88,7 +95,7 @@ class HuggingFaceSource:
             raise SourceError(f"{self._root} is a Hugging Face dataset, which needs an extra: {remedy}") from error
         self._refuse_outside_files()
         try:
-            loaded = datasets.load_from_disk(str(self._root))
+            loaded = self._load(datasets)
         except Exception as error:  # the library raises many types for damaged files
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
             message = f"cannot be loaded as a Hugging Face dataset ({problem}); save it again, or set format"
@@ -100,6 +107,11 @@ class HuggingFaceSource:
                 raise SourceError(f"{self._root} {problem}; set instance_data_dir to the folder of one split")
             loaded = loaded[name]
         return loaded.with_format("arrow")
+
+    def _load(self, library: Any) -> Any:
+        if is_saved_dataset(self._root):
+            return library.load_from_disk(str(self._root))
+        return library.Dataset.from_parquet([str(path) for path in parquet_files(self._root)])
 
     def _refuse_outside_files(self) -> None:
         """Raise SourceError if the dataset's own files name a table or a split outside its folder."""

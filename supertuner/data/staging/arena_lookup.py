@@ -12,7 +12,8 @@ from supertuner.config.settings.data import DatasetSettings
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.load import LoadedConfig
 from supertuner.core.errors import ConfigError
-from supertuner.data.staging.fingerprint import STAGED_VERSION, origin_digest
+from supertuner.data.sources import open_source
+from supertuner.data.staging.fingerprint import STAGED_VERSION, arena_name, dataset_fingerprint, origin_digest
 
 
 def dataset_home_path(dataset: DatasetSettings, config: RunConfig) -> Path:
@@ -40,6 +41,15 @@ def find_staged_arena(home: Path, dataset: DatasetSettings) -> ArenaInfo | None:
     expected_meta = {"holds": "staged dataset", "version": version, "dataset": dataset.id, "origin": origin}
     candidates = _sealed_with(ArenaHome(home).list_arenas(), expected_meta)
     return max(candidates, key=lambda arena: arena.created or 0.0, default=None)
+
+
+def find_current_arena(home: Path, dataset: DatasetSettings) -> str:
+    """Name of the arena that a run would use now, which need not exist. Lists the source, if it is there, and reads no
+    file of it. Raises SourceError if the source is gone and no arena holds it, or if it cannot be listed."""
+    staged_arena = find_staged_arena(home, dataset)
+    if staged_arena is not None:
+        return staged_arena.name
+    return arena_name(dataset.id, dataset_fingerprint(dataset, open_source(dataset).fingerprint_parts()))
 
 
 def require_paths(loaded: LoadedConfig) -> None:

@@ -76,7 +76,7 @@ class StageResult:
             "bytes": self.nbytes,
             "stored_bytes": self.stored_bytes,
             "seconds": round(self.seconds, 4),
-            "files_per_s": None if rate is None else round(self.files * rate, 1),
+            "files_per_s": None if rate is None else float(f"{self.files * rate:.4g}"),
             "bytes_per_s": None if rate is None else round(self.nbytes * rate, 1),
             "formats": dict(self.formats),
             "set_aside": len(self.set_aside),

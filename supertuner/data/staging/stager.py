@@ -22,7 +22,9 @@ from supertuner.core import bulk_io
 from supertuner.core.closing import close_on_error
 from supertuner.core.errors import ArenaBusyError, ArenaFullError, DoesNotFitError, SourceError
 from supertuner.core.events import DecisionEvent, MeasurementEvent, SetAsideEvent, WarningEvent
+from supertuner.core.interrupts import raise_lost_interrupt
 from supertuner.core.types import GIB, JSON, MIB, bytes_text
+from supertuner.data.decode.decode_memory import DecodeMemory, decode_memory_limit
 from supertuner.data.sources import open_source
 from supertuner.data.sources.listing import DataSource, SourceListing
 from supertuner.data.staging import budget as fit
@@ -192,6 +194,7 @@ class _StagingRun:
         listing = self._list_source()
         codecs = self._choose_codecs(listing)
         workers = self._copy_files(listing, codecs)
+        raise_lost_interrupt()  # before files are reported as broken: one may have failed because of an interrupt
         set_aside = self._report_broken(listing, workers)
         staged_count = sum(len(worker.columns) for worker in workers)
         require_few_broken(self._dataset, set_aside, staged_count, self._key_path)
@@ -223,28 +226,26 @@ class _StagingRun:
     def _copy_files(self, listing: SourceListing, codecs: Mapping[str, CodecChoice]) -> list[StageWorker]:
         sizes = [item.nbytes for item in listing.items]
         threads = self._choose_threads()
-        meter = self._create_meter(listing, sizes, threads, sizes_known=not codecs)
+        capacity, budget = self._measure_budget()
+        overhead = fit.overhead_bytes(len(sizes), listing.key_bytes(), listing.caption_bytes(), threads)
+        if not codecs:  # the sizes are known
+            needed_bytes = sum(map(fit.stored_bytes, sizes)) + overhead
+            fit.require_fits(self._dataset.id, needed_bytes, len(sizes), budget)
+        host = self._stager.context.host
+        meter_host = host if capacity.in_memory else None
+        meter = BudgetMeter(self._dataset.id, budget, meter_host, len(sizes), sum(sizes), overhead_bytes=overhead)
+        decode_memory = DecodeMemory(decode_memory_limit(host, kept_bytes=sum(sizes) if capacity.in_memory else 0))
         chunks = split_chunks(sizes, files=_CHUNK_FILES, nbytes=_CHUNK_BYTES)
         title = f"staging {self._dataset.id}"
         with self._stager.context.progress.phase(title, items=len(sizes), nbytes=sum(sizes)) as phase:
             library = self._bulk_library()
-            job = StagingJob(self._dataset, self._source, listing, self._build, meter, codecs, phase, library)
+            job = StagingJob(
+                self._dataset, self._source, listing, self._build, meter, codecs, phase, library, decode_memory
+            )
             try:
                 return run_workers(job, chunks, threads)
             except ArenaFullError as error:
                 raise DoesNotFitError(meter.out_of_space_message(str(error))) from error
-
-    def _create_meter(
-        self, listing: SourceListing, sizes: Sequence[int], threads: int, *, sizes_known: bool
-    ) -> BudgetMeter:
-        """Create the budget meter. Raises DoesNotFitError if the sizes are known (no compression) and too large."""
-        capacity, budget = self._measure_budget()
-        overhead = fit.overhead_bytes(len(sizes), listing.key_bytes(), listing.caption_bytes(), threads)
-        if sizes_known:
-            needed_bytes = sum(map(fit.stored_bytes, sizes)) + overhead
-            fit.require_fits(self._dataset.id, needed_bytes, len(sizes), budget)
-        host = self._stager.context.host if capacity.in_memory else None
-        return BudgetMeter(self._dataset.id, budget, host, len(sizes), sum(sizes), overhead_bytes=overhead)
 
     def _measure_budget(self) -> tuple[fit.StagingCapacity, fit.StagingBudget]:
         """How much may be stored. Emits a warning if that is less than the configured limit."""

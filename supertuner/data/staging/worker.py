@@ -18,6 +18,7 @@ from supertuner.core.errors import BrokenMediaError
 from supertuner.core.events import ProgressPhase
 from supertuner.core.types import MIB, MediaKind
 from supertuner.data.decode import require_decodes
+from supertuner.data.decode.decode_memory import DecodeMemory
 from supertuner.data.probe import probe
 from supertuner.data.probe.media_info import MediaInfo
 from supertuner.data.sources.caption_parsing import MAX_CAPTION_BYTES
@@ -56,6 +57,8 @@ class StagingJob:
     phase: ProgressPhase
     library: Path | None
     """The C library that reads and writes many files at once; None if it was not built."""
+    decode_memory: DecodeMemory
+    """Bounds the memory of files that are decoded at once, for `check: "decode"`."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -65,7 +68,7 @@ class StageWorker(CloseOnExit):
     def __init__(self, job: StagingJob) -> None:
         self._job = job
         self._kind = job.dataset.dataset_type
-        self._probe = _probe_and_decode if job.dataset.check == "decode" else probe
+        self._probe = self._probe_and_decode if job.dataset.check == "decode" else probe
         self._stores_raw = not job.codecs
         self._writer = job.build.open_writer()
         buffer = BulkReader(_BUFFER_BYTES, job.library)
@@ -159,6 +162,11 @@ class StageWorker(CloseOnExit):
             os.close(fd)
         return info
 
+    def _probe_and_decode(self, view: memoryview, kind: MediaKind) -> MediaInfo:
+        info = probe(view, kind)
+        require_decodes(view, info, kind, self._job.decode_memory)
+        return info
+
     def _count_raw_formats(self, sizes: list[int], infos: list[MediaInfo]) -> None:
         formats = [info.format for info in infos]
         for format in set(formats):
@@ -211,9 +219,3 @@ def run_workers(job: StagingJob, chunks: Sequence[range], threads: int) -> list[
             return [future.result() for future in as_completed(futures)]
         finally:  # after an error or Ctrl-C, threads end after their current chunk
             stopped.set()
-
-
-def _probe_and_decode(view: memoryview, kind: MediaKind) -> MediaInfo:
-    info = probe(view, kind)
-    require_decodes(view, info, kind)
-    return info

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -151,7 +151,9 @@ class EncodedCorpus:
         """The latents of `rows`, all of whose datasets have this cache mode."""
         draws = micro_batch.draws.take(rows)
         if mode is CacheMode.CACHED:
-            return self._entry_pieces(self._media, self._find_latents(draws), micro_batch, rows)
+            shown = replace(micro_batch.draws, cycle=np.array(self.cycles(micro_batch), np.int64))
+            shown_batch = MicroBatch(micro_batch.bucket, shown)
+            return self._entry_pieces(self._media, self._find_latents(draws), shown_batch, rows)
         if mode is CacheMode.ON_THE_FLY:
             return [self._encode_piece(micro_batch, rows)]
         pieces = []
@@ -181,14 +183,16 @@ class EncodedCorpus:
         return rows, self._encoders.encode_batch(MicroBatch(micro_batch.bucket, micro_batch.draws.take(rows)))
 
     def _uncached_text(self, draws: SampleDraws) -> NamedTensors:
-        if self._policy(int(draws.group[0])).text_mode is CacheMode.EACH_EPOCH:
+        policy = self._policy(int(draws.group[0]))
+        if policy.text_mode is CacheMode.EACH_EPOCH:
             with self._epoch_lock:
                 epoch_caches = self._epoch_caches(int(draws.epoch[0]), draws)
                 if epoch_caches is not None and epoch_caches.text is not None:
                     entries, refs = epoch_caches.text.find(draws.position)
                     if refs[0] >= 0:
                         return {name: tensor.clone() for name, tensor in entries.entry(int(refs[0])).items()}
-        return self._encoders.encode_text(text_inputs_for(self._corpus, draws)[0])
+        variations = policy.text_variations if policy.text_mode is CacheMode.CACHED else None
+        return self._encoders.encode_text(text_inputs_for(self._corpus, draws, variations)[0])
 
     def _epoch_caches(self, epoch: int, draws: SampleDraws) -> EpochCaches | None:
         """An epoch's own entries; None if they were released.

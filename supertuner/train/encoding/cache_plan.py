@@ -138,8 +138,16 @@ def cache_requirements(
     config: RunConfig, corpus: Corpus, fingerprints: EncoderFingerprints, dtype: torch.dtype
 ) -> CacheRequirements:
     policies = tuple(dataset_cache_policy(dataset.settings, config.cache_config) for dataset in corpus.datasets)
-    media = CacheNamespace("latents", fingerprints.media, _dtype_name(latent_storage_dtype(dtype)))
-    return CacheRequirements(corpus, policies, media, CacheNamespace("text", fingerprints.text, _dtype_name(dtype)))
+    namespaces = cache_namespaces(fingerprints, dtype)
+    return CacheRequirements(corpus, policies, namespaces["latents"], namespaces["text"])
+
+
+def cache_namespaces(fingerprints: EncoderFingerprints, dtype: torch.dtype) -> dict[CacheKind, CacheNamespace]:
+    """The namespaces of the entries that these encoders make for a run that computes in `dtype`."""
+    return {
+        "latents": CacheNamespace("latents", fingerprints.media, _dtype_name(latent_storage_dtype(dtype))),
+        "text": CacheNamespace("text", fingerprints.text, _dtype_name(dtype)),
+    }
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

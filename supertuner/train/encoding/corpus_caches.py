@@ -22,6 +22,7 @@ from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.events import DecisionEvent, MeasurementEvent, WarningEvent
 from supertuner.data.cache_policy import CacheMode, cache_policy_warnings
 from supertuner.data.corpus import Corpus
+from supertuner.data.decode.decode_memory import decode_memory_limit
 from supertuner.train.encoding import cache_plan as plans
 from supertuner.train.encoding.cache_lookup import EncodedCorpus, EntryTables
 from supertuner.train.encoding.encoders import EncodingSpec, LazyEncoders
@@ -97,7 +98,7 @@ def open_corpus_caches(
             plan_reader = coordinator.share_plan(corpus, lambda: plans.build_cache_plan(requirements, until))
             stack.callback(plan_reader.close)
         threads = config.loader.num_workers or max(1, context.host.cpus() // local_world_size)
-        encoders = LazyEncoders(encoding, corpus, threads)
+        encoders = LazyEncoders(encoding, corpus, threads, decode_memory_limit(context.host, local_world_size))
         stack.callback(encoders.close)
         yield CorpusCaches(  # no variable of this function refers to the plan, so that the caller can free it
             config=config,
@@ -173,6 +174,10 @@ class CorpusCaches:
             return None
         order = self.requirements.corpus.order
         locations = {kind: _epoch_location(self.placement(kind)) for kind in plans.CACHE_KINDS}
+        for kind, location in locations.items():
+            if location is not None and CacheMode.EACH_EPOCH in self.requirements.modes(kind):
+                reason = "refresh_each_epoch: encoded during the epoch before, and removed after their use"
+                self.context.sink.emit(DecisionEvent(f"cache.{kind}.each_epoch", str(location.home.path), reason))
         builder = EpochCacheBuilder(self.requirements, locations, self.encoders, begin, until, self.context)
         first = order.epoch_at(begin)
         builder.remove_leftovers((first, first + 1))
@@ -199,7 +204,8 @@ class CorpusCaches:
             return self.coordinator.open_store_as_helper(self.requirements, kind, placement, create_request)
         began, namespace, sink = time.monotonic(), self.requirements.namespace(kind), self.context.sink
         request = self._required_plan.request(kind, self.encoders)
-        sink.emit(DecisionEvent(f"cache.{namespace.kind}", str(placement.primary.home.path), placement.reason))
+        if len(request.keys):
+            sink.emit(DecisionEvent(f"cache.{namespace.kind}", str(placement.primary.home.path), placement.reason))
         primary = CacheStore(placement.primary, namespace, self.context)
         with closing_on_error(primary):
             if check:

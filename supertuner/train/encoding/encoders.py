@@ -78,12 +78,16 @@ class TextInput:
         return None if self.references is None else self.references.load_image(self.sample_index)
 
 
-def text_inputs_for(corpus: Corpus, draws: SampleDraws) -> list[TextInput]:
-    """The text input of each draw, with the caption that its cycle draws."""
+def text_inputs_for(corpus: Corpus, draws: SampleDraws, variations: int | None = None) -> list[TextInput]:
+    """The text input of each draw, with the caption that its cycle draws.
+
+    With `variations`, the order of shuffled tags is that of the cycle modulo this number, as in cached texts.
+    """
     text_inputs = []
     for group, sample, cycle in zip(draws.group.tolist(), draws.sample.tolist(), draws.cycle.tolist(), strict=True):
         dataset = corpus.dataset_of_group(group)
-        caption = caption_for_sample(corpus.seed, dataset, sample, cycle)
+        tag_cycle = None if variations is None else cycle % variations
+        caption = caption_for_sample(corpus.seed, dataset, sample, cycle, tag_cycle)
         text_inputs.append(TextInput.for_sample(caption, dataset.references, sample))
     return text_inputs
 
@@ -94,9 +98,10 @@ class LazyEncoders:
     Thread-safe: both encoders run on one thread of this object.
     """
 
-    def __init__(self, spec: EncodingSpec, corpus: Corpus, decoding_threads: int) -> None:
+    def __init__(self, spec: EncodingSpec, corpus: Corpus, decoding_threads: int, decoding_bytes: int) -> None:
+        """`decoding_bytes` bounds the memory of samples that are decoded at once."""
         self.corpus = corpus
-        self._spec, self._decoding_threads = spec, decoding_threads
+        self._spec, self._decoding_threads, self._decoding_bytes = spec, decoding_threads, decoding_bytes
         self._decoders: DecoderPool | None = None
         self._media_encoder: MediaEncoder | None = None
         self._text_encoder: TextEncoder | None = None
@@ -140,7 +145,7 @@ class LazyEncoders:
     def decoders(self) -> DecoderPool:
         """The threads that decode media."""
         if self._decoders is None:
-            self._decoders = DecoderPool(self.corpus, self._decoding_threads)
+            self._decoders = DecoderPool(self.corpus, self._decoding_threads, self._decoding_bytes)
         return self._decoders
 
     @property

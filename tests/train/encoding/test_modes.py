@@ -11,7 +11,7 @@ import torch
 
 from supertuner.cache.epoch_rotation import EpochRotation
 from supertuner.core.errors import CacheError
-from supertuner.core.events import MeasurementEvent
+from supertuner.core.events import DecisionEvent, MeasurementEvent
 from supertuner.data.ordering.micro_batches import MicroBatch
 from tests.data.staging import RecordingSink
 from tests.train.encoding.encoding_helpers import (
@@ -52,6 +52,30 @@ def test_static_is_the_default_mode_and_a_warning_says_so(tmp_path: Path, wan) -
     assert "datasets[set0].augmentations_cache_mode" in warning and '"static" applies' in warning
     assert "augment.flip, augment.brightness, captions.shuffle_tags" in warning
     assert "set1" not in warning
+
+
+def test_a_sample_that_the_plan_omits_is_encoded_in_the_variation_that_a_cache_would_hold(tmp_path: Path, wan) -> None:
+    """A plan until position 1 contains one sample of the first epoch; all others are encoded when they are used."""
+    run_config = config(tmp_path, "static", variations=2)
+    with open_run(run_config, encoding_spec(*wan)) as run:
+        cached_positions = read_all_positions(*run, epochs=4)
+    with open_run(run_config, encoding_spec(*wan), until=1) as run:
+        assert equal(read_all_positions(*run, epochs=4), cached_positions)
+
+
+def test_decisions_say_where_entries_of_single_epochs_are_and_that_none_is_kept(tmp_path: Path, wan) -> None:
+    augmented = {"instance_data_dir": pictures(tmp_path / "images", 4), **VARYING}
+    run_config = config_of(
+        tmp_path, {**augmented, "augmentations_cache_mode": "refresh_each_epoch"}, cache={"persistent_cache": True}
+    )
+    sink = RecordingSink()
+    with open_run(run_config, encoding_spec(*wan), sink, until=8):
+        pass
+    decisions = [event for event in sink.events if isinstance(event, DecisionEvent) and event.what.startswith("cache.")]
+    assert [event.what for event in decisions] == ["cache.latents.each_epoch", "cache.text.each_epoch"]
+    for event in decisions:
+        assert event.value == str(tmp_path / "ram") and "removed" in event.reason and "kept" not in event.reason
+    assert cached(tmp_path / "runs" / "cache") == cached(tmp_path / "ram") == []
 
 
 def test_a_mode_without_effect_causes_a_warning(tmp_path: Path, wan) -> None:
