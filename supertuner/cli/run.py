@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Show runs.", no_args_is_help=True)
 
 RunArgument = Annotated[Path, typer.Argument(help="The run folder.", metavar="RUN", show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 NoWaitOption = Annotated[bool, typer.Option("--no-wait", help="Leave the request in the run folder and do not wait.")]
 TimeoutOption = Annotated[
     float | None,
@@ -27,8 +28,36 @@ def group() -> None:
 
 
 @app.command()
-def show(run: RunArgument, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show the settings of a run, its decisions with their reasons, warnings, figures, and the files it set aside."""
+def ls(
+    folder: Annotated[Path, typer.Argument(help="The folder of the runs, or one run.", metavar="FOLDER")] = Path(
+        "runs"
+    ),
+    as_json: JsonOption = False,
+) -> None:
+    """List runs: what each is doing, its step, its loss, the remaining time, and its newest samples."""
+    from supertuner.runs.run_status import list_runs
+
+    runs = list_runs(folder)
+    if as_json:
+        typer.echo(json.dumps([run.to_dict() for run in runs], indent=2, ensure_ascii=False))
+        return
+    from supertuner.cli.run_display import STATUS_HEADINGS, status_row
+    from supertuner.cli.tables import print_table
+
+    print_table(STATUS_HEADINGS, map(status_row, runs), right_aligned=("step", "loss", "s/step", "remaining"))
+    for run in runs:
+        if run.problem:
+            typer.echo(f"{run.name}: {run.problem}", err=True)
+
+
+@app.command()
+def show(
+    run: RunArgument,
+    as_json: JsonOption = False,
+    everything: Annotated[bool, typer.Option("--all", help="Print all settings, decisions and figures.")] = False,
+) -> None:
+    """Show a run: its state, the settings that were chosen, warnings and where its files are; --all shows everything
+    that it recorded."""
     from supertuner import open_run
 
     summary = open_run(run).summary()
@@ -37,9 +66,13 @@ def show(run: RunArgument, as_json: Annotated[bool, typer.Option("--json", help=
         return
     from rich.console import Console
 
-    from supertuner.cli.run_display import print_run
+    from supertuner.cli.run_display import print_overview, print_run
+    from supertuner.runs.run_status import read_status
 
-    print_run(summary, Console(highlight=False))
+    if everything:
+        print_run(summary, Console(highlight=False))
+    else:
+        print_overview(summary, read_status(run), Console(highlight=False))
 
 
 def validate(run: RunArgument, no_wait: NoWaitOption = False, timeout: TimeoutOption = None) -> None:

@@ -1,9 +1,10 @@
-"""Prints the summary of a run for people: settings, decisions, warnings, figures and set-aside files, in sections."""
+"""Prints runs for people: rows of a list, an overview of one run, and everything that it recorded, in sections."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Final
 
 from rich.console import Console, Group, RenderableType
@@ -12,8 +13,10 @@ from rich.text import Text
 
 from supertuner.core.types import JSON, bytes_text, escape_for_terminal
 from supertuner.runs.run_reader import RunSummary
+from supertuner.runs.run_status import LOSSES_AVERAGED, RunStatus
 from supertuner.sinks.console import value_text
 from supertuner.sinks.jsonlines import readable_time
+from supertuner.sinks.phase_counters import duration_text
 from supertuner.sinks.run_folder import SET_ASIDE_FILE
 from supertuner.sinks.training_display import held_out_text, samples_text
 from supertuner.sinks.training_events import TRAIN_HELD_OUT, TRAIN_SAMPLES
@@ -28,17 +31,65 @@ FIGURE_FORMATTERS: Final[Mapping[str, Callable[[Mapping[str, JSON]], str]]] = {
 """Figures with a format of their own, by name; all others are listed by `figure_text`."""
 
 
+STATUS_HEADINGS: Final = ("run", "state", "step", "loss", "s/step", "remaining", "newest samples")
+
+
+def status_row(run: RunStatus) -> tuple[str, ...]:
+    """A row of `supertuner run ls`."""
+    steps = str(run.step) if run.steps is None else f"{run.step}/{run.steps}"
+    return (
+        escape_for_terminal(run.name),
+        run.state,
+        steps,
+        "" if run.loss is None else f"{run.loss:.4g}",
+        "" if run.seconds_per_step is None else f"{run.seconds_per_step:.3g}",
+        "" if run.remaining_s is None else duration_text(run.remaining_s),
+        escape_for_terminal(run.last_sample or ""),
+    )
+
+
+def print_overview(run: RunSummary, status: RunStatus, console: Console) -> None:
+    """Print what matters at first sight; `print_run` prints everything."""
+    _print_heading(run, console)
+    _, state, steps, loss, speed, remaining, samples = status_row(status)
+    facts = {
+        "state": state + (f", {remaining} left" if remaining else ""),
+        "step": steps + (f", {speed} s each" if speed else ""),
+        f"loss of the last {LOSSES_AVERAGED} steps": loss,
+        "newest samples": samples,
+        "newest export": _newest(Path(run.path) / "exports"),
+        "newest checkpoint": _newest(Path(run.path) / "checkpoints"),
+    }
+    width = max(map(len, facts))
+    lines: list[RenderableType] = [Text(f"{name.ljust(width)}  {text}") for name, text in facts.items() if text]
+    _print_section(console, "now", lines)
+    _print_section(console, f"settings ({run.config_file})", _setting_lines(run))
+    _print_section(console, "warnings", _warning_lines(run))
+    count = len(run.set_aside)
+    _print_section(console, f"set aside: {count} file{'s' if count != 1 else ''}", _set_aside_lines(run))
+    console.print()
+    console.print(Text(f"{len(run.decisions)} decisions with their reasons, and all figures: --all", style="dim"))
+
+
+def _newest(folder: Path) -> str:
+    return str(max(folder.glob("step-*"), default=""))
+
+
 def print_run(run: RunSummary, console: Console) -> None:
     """Print the run in sections; an empty section is left out."""
-    state = f"in use by {run.in_use_by}" if run.in_use_by else "not in use"
-    console.print(Text.assemble((run.name, "bold"), f"  begun {readable_time(run.begun)}, {state}"))
-    console.print(Text(run.path, style="dim"), soft_wrap=True)
+    _print_heading(run, console)
     _print_section(console, f"settings ({run.config_file})", _setting_lines(run))
     _print_section(console, "decisions", _decision_lines(run))
     _print_section(console, "warnings", _warning_lines(run))
     _print_section(console, "figures", _figure_lines(run))
     count = len(run.set_aside)
     _print_section(console, f"set aside: {count} file{'s' if count != 1 else ''}", _set_aside_lines(run))
+
+
+def _print_heading(run: RunSummary, console: Console) -> None:
+    state = f"in use by {run.in_use_by}" if run.in_use_by else "not in use"
+    console.print(Text.assemble((run.name, "bold"), f"  begun {readable_time(run.begun)}, {state}"))
+    console.print(Text(run.path, style="dim"), soft_wrap=True)
 
 
 def figure_text(name: str, value: JSON) -> str:

@@ -1,23 +1,25 @@
 """Draws a run's losses: single steps thin, the trend thick, held-out losses as rings, the window size below.
 
 Each expert has its own colour. The loss axis is logarithmic if the losses span more than a factor of 20. It leaves out
-single spikes, which triangles at the upper edge mark. A long run is drawn as the range of losses per pixel column.
+single spikes, which triangles at the upper edge mark. A long run is drawn as the range of losses per pixel column, and
+is read in bounded memory.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from supertuner.core.durable import write_bytes
 from supertuner.core.errors import RunFolderError
-from supertuner.runs.loss_files import HELD_OUT_FILE, HeldOutRecord, read_held_out_losses, read_losses
+from supertuner.runs.binned_series import BinnedSeries, Floats, SeriesBinner, smooth_series
+from supertuner.runs.loss_files import HELD_OUT_FILE, HeldOutRecord, iterate_losses, read_held_out_losses
 from supertuner.sinks.drawing import CARD, INK, MUTED, drawable_text
 from supertuner.sinks.plot_style import FAINT_RULE, FONT, add_axes, add_text, figure_png, new_figure, points
 from supertuner.sinks.training_events import StepRecord
@@ -35,11 +37,7 @@ COLOURS = ("#2f6fb3", "#d1603d", "#3f8f5b", "#8a5fb0", "#b0892f")
 PALE_ALPHA = 0.4
 """Opacity of the line through single steps."""
 WINDOW_COLOUR = "#6b7280"
-MIN_TREND_STEPS = 8
-"""A run with fewer steps has no trend: its losses are not smoothed."""
 LOG_AXIS_RATIO = 20
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -47,8 +45,7 @@ class LossSeries:
     """The losses of one expert."""
 
     name: str
-    steps: Floats
-    losses: Floats
+    losses: BinnedSeries
     held_out: tuple[tuple[float, float], ...] = ()
     """(step, mean held-out loss) of each validation."""
 
@@ -58,9 +55,10 @@ class LossCurve:
     """Everything that the picture shows."""
 
     series: tuple[LossSeries, ...]
-    steps: Floats
-    windows: Floats
+    windows: BinnedSeries
     """Samples in the window of each step."""
+    steps: int
+    last_step: int
     not_finite: int = 0
     """Steps whose loss is not finite."""
     samples: int = 0
@@ -81,51 +79,37 @@ def draw_curve(loss_log: Path, out: Path, held_out: Path | None = None) -> None:
 
 
 def read_curve(loss_log: Path, held_out: Path) -> LossCurve:
-    records = read_losses(loss_log)
-    if not records:
+    curve = build_curve(iterate_losses(loss_log), read_held_out_losses(held_out))
+    if curve is None:
         raise RunFolderError(f"{loss_log} is empty: there is no curve to draw before the first step")
-    return build_curve(records, read_held_out_losses(held_out))
+    return curve
 
 
-def build_curve(records: Sequence[StepRecord], held_out: Sequence[HeldOutRecord]) -> LossCurve:
-    """Group losses and held-out means by expert, in the order in which experts appear. Losses that are not finite are
-    only counted."""
-    points_by_expert: dict[str, list[tuple[float, float]]] = {}
+def build_curve(records: Iterable[StepRecord], held_out: Sequence[HeldOutRecord]) -> LossCurve | None:
+    """Group losses and held-out means by expert, in the order in which experts appear; None without records.
+
+    Losses that are not finite are only counted. The records are not kept: memory does not grow with their number.
+    """
+    binners: defaultdict[str, SeriesBinner] = defaultdict(SeriesBinner)
+    windows, steps, not_finite, last = SeriesBinner(), 0, 0, None
     for record in records:
-        expert_points = points_by_expert.setdefault(record.expert, [])
+        binner = binners[record.expert]
         if math.isfinite(record.loss):
-            expert_points.append((record.step, record.loss))
+            binner.add(record.step, record.loss)
+        else:
+            not_finite += 1
+        windows.add(record.step, record.window)
+        steps, last = steps + 1, record
+    if last is None:
+        return None
     means: dict[str, list[tuple[float, float]]] = {}
     for row in held_out:
         if row.sigma is None and row.loss is not None and row.expert is not None:
             means.setdefault(row.expert, []).append((row.step, row.loss))
     series = tuple(
-        LossSeries(name, *_columns(points_by_expert.get(name, [])), tuple(means.get(name, [])))
-        for name in {**points_by_expert, **means}
+        LossSeries(name, binners[name].series(), tuple(means.get(name, []))) for name in {**binners, **means}
     )
-    steps, windows = _columns([(record.step, record.window) for record in records])
-    not_finite = sum(not math.isfinite(record.loss) for record in records)
-    return LossCurve(series, steps, windows, not_finite, records[-1].samples)
-
-
-def smooth_losses(losses: Floats) -> Floats:
-    """The trend: twice a running mean over about a thirtieth of the run; at the ends over the steps that exist.
-
-    A loss is limited to three times the geometric mean around it, so that one bad step does not look like a trend.
-    """
-    if len(losses) < MIN_TREND_STEPS:
-        return losses
-    half_width = max(1, len(losses) // 60)
-    typical = np.exp(_running_mean(np.log(np.maximum(losses, 1e-12)), half_width))
-    return _running_mean(_running_mean(np.minimum(losses, 3 * typical), half_width), half_width)
-
-
-def _running_mean(values: Floats, half_width: int) -> Floats:
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    place = np.arange(len(values))
-    low, high = np.maximum(0, place - half_width), np.minimum(len(values), place + half_width + 1)
-    means: Floats = (sums[high] - sums[low]) / (high - low)
-    return means
+    return LossCurve(series, windows.series(), steps, last.step, not_finite, last.samples)
 
 
 def loss_limits(curve: LossCurve) -> tuple[float, float, bool]:
@@ -143,9 +127,9 @@ def loss_limits(curve: LossCurve) -> tuple[float, float, bool]:
 def _losses_to_show(series: LossSeries) -> Iterable[float]:
     yield from (loss for _, loss in series.held_out)
     if len(series.losses):
-        trend = smooth_losses(series.losses)
+        trend = smooth_series(series.losses)
         yield from (float(trend.min()), float(trend.max()))
-        yield from map(float, np.quantile(series.losses, (0.01, 0.98)))
+        yield from map(float, np.quantile(series.losses.first_values, (0.01, 0.98)))
 
 
 def render_curve(curve: LossCurve, name: str) -> Figure:
@@ -170,7 +154,7 @@ def render_curve(curve: LossCurve, name: str) -> Figure:
 
 def _step_limits(curve: LossCurve) -> tuple[float, float]:
     held_out = [step for series in curve.series for step, _ in series.held_out]
-    first, last = min([*held_out, float(curve.steps[0])]), max([*held_out, float(curve.steps[-1])])
+    first, last = min([*held_out, float(curve.windows.steps[0])]), max([*held_out, float(curve.last_step)])
     return (first - 1, last + 1) if first == last else (first, last)
 
 
@@ -212,15 +196,15 @@ def _tick_label(value: float, _: int | None = None) -> str:
 def _draw_series(axes: Axes, series: LossSeries, colour: str) -> None:
     low, high = axes.get_ylim()
     if len(series.losses):
-        steps, losses = _reduce_to_columns(series, *axes.get_xlim())
+        steps, losses = _reduce_to_columns(series.losses, *axes.get_xlim())
         axes.plot(steps, np.clip(losses, low, high), color=colour, alpha=PALE_ALPHA, linewidth=points(1))
         spikes = steps[losses > high]
         edge, height_share = np.full(len(spikes), 1 + 3 / LOSS_HEIGHT), axes.get_xaxis_transform()
         triangle: dict[str, Any] = {"color": _pale(colour), "markersize": points(8), "markeredgewidth": 0}
         axes.plot(spikes, edge, "^", transform=height_share, clip_on=False, **triangle)
-        trend = np.clip(smooth_losses(series.losses), low, high)
+        trend = np.clip(smooth_series(series.losses), low, high)
         marker = "o" if len(trend) == 1 else None
-        axes.plot(series.steps, trend, color=colour, linewidth=points(3), marker=marker, markersize=points(6))
+        axes.plot(series.losses.steps, trend, color=colour, linewidth=points(3), marker=marker, markersize=points(6))
     for step, loss in series.held_out:
         axes.plot(step, min(max(loss, low), high), clip_on=False, zorder=5, **_ring(colour))
 
@@ -237,26 +221,29 @@ def _pale(colour: str) -> str:
     return "#" + "".join(f"{round(255 - (255 - part) * PALE_ALPHA):02x}" for part in parts)
 
 
-def _reduce_to_columns(series: LossSeries, first: float, last: float) -> tuple[Floats, Floats]:
-    """At most two points per pixel column, its lowest and its highest loss: more points change nothing and are slow."""
-    if len(series.steps) <= PLOT_WIDTH:
-        return series.steps, series.losses
+def _reduce_to_columns(series: BinnedSeries, first: float, last: float) -> tuple[Floats, Floats]:
+    """At most two points per pixel column, its lowest and its highest value: more change nothing and are slow."""
+    if len(series) <= PLOT_WIDTH:  # bins of one value
+        return series.steps, series.first_values
     columns = np.round((series.steps - first) / (last - first) * PLOT_WIDTH).astype(np.int64)
     starts = np.concatenate([[0], np.flatnonzero(np.diff(columns)) + 1])
-    lows, highs = np.minimum.reduceat(series.losses, starts), np.maximum.reduceat(series.losses, starts)
+    lows, highs = np.minimum.reduceat(series.lows, starts), np.maximum.reduceat(series.highs, starts)
     # One column goes up and the next one down, so that the line between two columns stays inside their ranges.
     rising = np.arange(len(starts)) % 2 == 0
-    losses = np.column_stack([np.where(rising, lows, highs), np.where(rising, highs, lows)])
-    return np.repeat(series.steps[starts], 2), losses.reshape(-1)
+    values = np.column_stack([np.where(rising, lows, highs), np.where(rising, highs, lows)])
+    places = first + columns[starts] * (last - first) / PLOT_WIDTH  # evenly spaced, whatever the bins are
+    return np.repeat(places, 2), values.reshape(-1)
 
 
 def _draw_window_sizes(axes: Axes, curve: LossCurve) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axes.set_ylim(0, max(1.0, float(curve.windows.max())) * 1.15)
+    axes.set_ylim(0, max(1.0, float(curve.windows.highs.max())) * 1.15)
     axes.yaxis.set_major_locator(MaxNLocator(3, integer=True, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(_tick_label))
-    axes.step(curve.steps, curve.windows, where="post", color=WINDOW_COLOUR, linewidth=points(2))
+    steps, sizes = _reduce_to_columns(curve.windows, *axes.get_xlim())
+    steps, sizes = np.append(steps, curve.last_step), np.append(sizes, sizes[-1])
+    axes.step(steps, sizes, where="post", color=WINDOW_COLOUR, linewidth=points(2))
 
 
 def _draw_heading(figure: Figure, curve: LossCurve, name: str) -> None:
@@ -264,7 +251,7 @@ def _draw_heading(figure: Figure, curve: LossCurve, name: str) -> None:
     from matplotlib.lines import Line2D
 
     add_text(figure, LEFT, 18, name, 21, max_width=PLOT_WIDTH, color=INK)
-    note = f"loss by step; {len(curve.steps):,} steps, {curve.samples:,} samples"
+    note = f"loss by step; {curve.steps:,} steps, {curve.samples:,} samples"
     if curve.not_finite:
         note += f"; {curve.not_finite} not finite"
     end = add_text(figure, LEFT, 57, note, 14, va="center").get_window_extent().x1
@@ -280,7 +267,3 @@ def _draw_heading(figure: Figure, curve: LossCurve, name: str) -> None:
     legend = figure.legend(handles=handles, ncols=len(handles), **place, **style, **spacing)
     for label in legend.get_texts():
         label.set_parse_math(False)
-
-
-def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[Floats, Floats]:
-    return np.array([pair[0] for pair in pairs], np.float64), np.array([pair[1] for pair in pairs], np.float64)

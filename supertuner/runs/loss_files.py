@@ -1,14 +1,16 @@
 """The lines of losses.jsonl (one per optimizer step) and validation.jsonl (held-out losses): their format and readers.
 
-Both files can be read while the run appends to them: a last line without its newline is not returned.
+Both files can be read while the run appends to them: a last line without its newline is not returned. They are read
+line by line, so that a log of any length takes little memory.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar
@@ -22,6 +24,9 @@ HELD_OUT_FILE = "validation.jsonl"
 FLOAT_FIELDS = ("loss", "grad_norm", "rate")
 """Fields of a `StepRecord` that may be NaN or infinite. JSON has no such numbers, so the line holds null for them, and
 `not_finite` holds their values as text."""
+
+_MAX_LINE_BYTES = 1 << 20
+"""A longer line is invalid, and is not read as a whole."""
 
 _Record = TypeVar("_Record")
 
@@ -50,27 +55,35 @@ def encode_step(record: StepRecord) -> bytes:
     return (json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def read_losses(path: Path) -> list[StepRecord]:
-    """The complete lines of a losses.jsonl; none if there is no file. Raises RunFolderError at an invalid line."""
+def iterate_losses(path: Path) -> Iterator[StepRecord]:
+    """The complete lines of a losses.jsonl, one after the other; none if there is no file. Raises RunFolderError at an
+    invalid line."""
     return _read_lines(path, _parse_step)
+
+
+def read_losses(path: Path) -> list[StepRecord]:
+    """All of `iterate_losses`."""
+    return list(iterate_losses(path))
 
 
 def read_held_out_losses(path: Path) -> list[HeldOutRecord]:
     """The complete lines of a validation.jsonl; none if there is no file. Raises RunFolderError at an invalid line."""
-    return _read_lines(path, _parse_held_out)
+    return list(_read_lines(path, _parse_held_out))
 
 
-def _read_lines(path: Path, parse: Callable[[bytes], _Record]) -> list[_Record]:
+def _read_lines(path: Path, parse: Callable[[bytes], _Record]) -> Iterator[_Record]:
     if not path.exists():
-        return []
-    records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            records.append(parse(line))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            problem = f"{path}, line {number} is not a line of a loss log ({error})"
-            raise RunFolderError(f"{problem}; remove that line") from error
-    return records
+        return
+    with path.open("rb") as lines:
+        for number in count(1):
+            line = lines.readline(_MAX_LINE_BYTES)
+            if len(line) < _MAX_LINE_BYTES and not line.endswith(b"\n"):
+                return  # the end, or a line that is still being written
+            try:
+                yield parse(line)
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                problem = f"{path}, line {number} is not a line of a loss log ({error})"
+                raise RunFolderError(f"{problem}; remove that line") from error
 
 
 def _parse_step(line: bytes) -> StepRecord:

@@ -145,6 +145,8 @@ class ConsolePhase:
             self._counters.add(items, nbytes)
             if now - self._drawn_at < (BAR_SECONDS if self._row else PLAIN_LINE_SECONDS):
                 return
+            if self._row is None and self._counters.fraction_done() == 1.0:
+                return  # the last line follows at once
             self._drawn_at = now
             line = f"{self._counters.title}: {self._counters.status_text(now)}"
         self._draw(line)

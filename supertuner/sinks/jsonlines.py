@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -67,11 +68,13 @@ def event_record(event: Event) -> dict[str, JSON]:
 
 
 def read_records(path: Path, keys: Iterable[str] = ()) -> Iterator[dict[str, JSON]]:
-    """The complete records of the file, in order; none if there is no file. Raises RunFolderError at a line that is not
-    a JSON object with these keys."""
+    """The complete records of the file, in order; none if there is no file. Raises RunFolderError if it cannot be read,
+    and at a line that is not a JSON object with these keys."""
     if not path.exists():
         return
-    with path.open("rb") as lines:
+    if not path.is_file():  # opening a pipe would wait for its writer
+        raise RunFolderError(f"{path} cannot be read: it is not a plain file; remove it")
+    with _explain_read_errors(path), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 return
@@ -82,6 +85,14 @@ def read_records(path: Path, keys: Iterable[str] = ()) -> Iterator[dict[str, JSO
             if problem := record_problem(record, keys):
                 raise RunFolderError(f"{path}, line {number} {problem}; remove that line")
             yield record
+
+
+@contextmanager
+def _explain_read_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror}; check its owner and permissions") from error
 
 
 def record_problem(record: object, keys: Iterable[str]) -> str:

@@ -231,11 +231,17 @@ def _write_error(path: Path, error: OSError) -> RunFolderError:
 
 def _refuse_foreign_folder(path: Path) -> None:
     """Raise RunFolderError if the folder has files that are not from a run."""
-    if not path.exists():
+    try:
+        names = sorted(os.listdir(path))
+    except FileNotFoundError:
         return
-    if not path.is_dir():
-        raise RunFolderError(f"{path} is a file; choose another run.output_dir or run.name")
-    names = sorted(entry.name for entry in path.iterdir())
+    except NotADirectoryError as error:
+        if not path.exists():  # a parent is a file: the folder cannot be created
+            return
+        raise RunFolderError(f"{path} is a file; choose another run.output_dir or run.name") from error
+    except OSError as error:
+        problem = f"{path} cannot be read: {error.strerror}"
+        raise RunFolderError(f"{problem}; check its owner and permissions, or choose another run.output_dir") from error
     ours = {RUN_FILE, RESOLVED_CONFIG_FILE, DECISIONS_FILE, SET_ASIDE_FILE, EVENTS_FILE, LOCK_FILE}
     foreign = [n for n in names if n not in ours and not n.startswith(f"{CONFIG_FILE_STEM}.") and not _is_temporary(n)]
     if RUN_FILE not in names and foreign:
@@ -307,6 +313,8 @@ def read_set_aside(path: Path) -> list[dict[str, JSON]]:
 
 def _read_json(path: Path, kind: type) -> Any:
     remedy = "the run folder is damaged: move it away and start again"
+    if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+        raise RunFolderError(f"{path} is not a plain file; {remedy}")
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +13,19 @@ import pytest
 from PIL import Image
 
 from supertuner.core.errors import RunFolderError
+from supertuner.core.types import MIB
+from supertuner.runs.binned_series import smooth_series
 from supertuner.runs.loss_curve import (
     COLOURS,
     HEIGHT,
+    LEFT,
+    PLOT_WIDTH,
     TOP,
     WIDTH,
     build_curve,
     draw_curve,
     loss_limits,
     render_curve,
-    smooth_losses,
 )
 from supertuner.runs.loss_files import encode_step, read_held_out_losses
 from supertuner.sinks.training_events import StepRecord
@@ -111,15 +116,35 @@ def test_one_bad_step_does_not_squeeze_the_others_flat() -> None:
     losses[200] = 1e6
     curve = build_curve([record(n + 1, "model", float(loss)) for n, loss in enumerate(losses)], [])
     assert loss_limits(curve)[1] < 3
-    assert smooth_losses(np.array(losses)).max() < 1.0
+    assert smooth_series(curve.series[0].losses).max() < 1.0
 
 
-def test_the_trend_of_a_constant_is_that_constant_and_keeps_to_its_neighbours() -> None:
-    assert np.allclose(smooth_losses(np.full(500, 0.3)), 0.3)
-    step = np.concatenate([np.full(300, 1.0), np.full(300, 0.5)])
-    trend = smooth_losses(step)
-    assert np.allclose(trend[:250], 1.0) and np.allclose(trend[350:], 0.5)
-    assert smooth_losses(np.array([3.0, 1.0])).tolist() == [3.0, 1.0]
+def test_a_long_log_is_drawn_in_little_memory_with_every_spike_and_the_same_trend(tmp_path: Path) -> None:
+    losses = np.random.default_rng(0).lognormal(0, 0.7, 200_000)
+    losses[123_457] = 1e4
+    log = a_log(tmp_path, losses.tolist())
+    command = [sys.executable, "-c", MEASURE, str(log), str(tmp_path / "c.png")]
+    used_bytes = int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    assert used_bytes < 50 * MIB, "200,000 records alone would take twice as much"
+    picture = pixels(tmp_path / "c.png")
+    place = LEFT + round(123_457 / 200_000 * PLOT_WIDTH)
+    triangles = np.abs(picture[TOP - 8 : TOP - 1, place - 3 : place + 4].astype(int) - 255).max(axis=2)
+    assert (triangles > 20).any()
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from supertuner.runs.loss_curve import draw_curve
+log, out = map(Path, sys.argv[1:])
+short = out.with_name("short.jsonl")
+with log.open("rb") as lines:
+    short.write_bytes(b"".join(next(lines) for _ in range(2000)))
+draw_curve(short, out)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+draw_curve(log, out)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
 
 
 def test_the_loss_axis_is_logarithmic_only_for_losses_that_span_much() -> None:

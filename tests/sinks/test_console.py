@@ -85,6 +85,15 @@ def test_a_log_file_gets_a_line_every_few_seconds_and_one_at_the_end() -> None:
     assert lines[-1] == "staging cats: 1,000 files, 1000 MiB, 32.0 MiB/s, in 31 s"
 
 
+def test_a_finished_phase_is_shown_once_and_without_time_left() -> None:
+    clock = Clock()
+    console, out = plain(clock)
+    with console.phase("held-out loss", items=2, noun="experts") as phase:
+        clock.now += 8
+        phase.advance(2)
+    assert out.getvalue().splitlines() == ["held-out loss: 2 experts, 0.25 experts/s, in 8.0 s"]
+
+
 def test_a_failed_phase_shows_how_far_it_got() -> None:
     clock = Clock()
     console, out = plain(clock)

@@ -328,6 +328,34 @@ def test_a_pipe_in_place_of_a_record_file_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path / "run", "cats", config())
 
 
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+@pytest.mark.parametrize("name", ["set_aside.jsonl", "decisions.json"])
+def test_a_record_file_that_cannot_be_read_is_called_so_and_the_run_continues(tmp_path: Path, name: str, make) -> None:
+    with RunFolder(tmp_path / "run", "cats", config()):
+        pass
+    (tmp_path / "run" / name).unlink()
+    make(tmp_path / "run" / name)
+    with RunFolder(tmp_path / "run", "cats", config()) as folder:
+        [problem] = folder.damaged_records
+    assert "not a plain file" in problem and f"renamed to {name}.damaged-1" in problem
+    assert "written" not in problem
+
+
+def test_a_folder_that_cannot_be_read_is_called_so(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "cats", config()):
+        pass
+    (tmp_path / "run").chmod(0o300)
+    user = os.geteuid()
+    if user == 0:  # permissions do not apply to root
+        os.seteuid(65534)
+    try:
+        with pytest.raises(RunFolderError, match=r"run cannot be read: Permission denied; check its owner"):
+            RunFolder(tmp_path / "run", "cats", config())
+    finally:
+        os.seteuid(user)
+        (tmp_path / "run").chmod(0o700)
+
+
 @pytest.mark.parametrize("content", [b"{", b"{}", b"[1]", b'[{"what": "x"}]', b"\xff", b"[" * 100_000])
 def test_damaged_decisions_are_renamed_and_the_run_continues(tmp_path: Path, content: bytes) -> None:
     for number in (1, 2):
