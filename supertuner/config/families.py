@@ -29,6 +29,8 @@ class SimpleTunerNames:
     """Its `model_flavour` → the hub name of the model."""
     expert_by_flavour: Mapping[str, str] = field(default_factory=dict)
     """Flavours that stand for one expert of a model → its name."""
+    lora_targets: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    """Values of its `<family>_lora_target` → our targets. `all` is attention; so are values that are not listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,13 @@ class FamilyRecord:
     """Its older switch in ai-toolkit's `model` block, such as `is_flux`."""
     more_target_presets: tuple[str, ...] = ()
     """Presets of adapter targets beyond `TARGET_PRESETS`."""
+    guidance_input: bool = False
+    """Whether guidance can be an input of its denoisers, because they were distilled from guided ones."""
     same_layers_as: str | None = None
     """The family whose denoiser architecture it shares, and with it the table of layer names."""
+
+    has_flow_matching: bool = True
+    """Whether its models are trained by flow matching, and not to predict epsilon or v."""
 
     @property
     def has_several_experts(self) -> bool:
@@ -56,6 +63,7 @@ class FamilyRecord:
 
 
 _ONE_TRANSFORMER: Final = {"model": "transformer"}
+_TEXT_ATTENTION: Final = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
 FAMILIES: Final[Mapping[str, FamilyRecord]] = {
     "wan2.2": FamilyRecord(
@@ -83,21 +91,29 @@ FAMILIES: Final[Mapping[str, FamilyRecord]] = {
         experts=_ONE_TRANSFORMER,
         simpletuner=SimpleTunerNames(
             "flux",
-            "black-forest-labs/FLUX.1-dev",
+            "black-forest-labs/FLUX.1-Krea-dev",
             {
                 "dev": "black-forest-labs/FLUX.1-dev",
                 "schnell": "black-forest-labs/FLUX.1-schnell",
                 "krea": "black-forest-labs/FLUX.1-Krea-dev",
             },
+            lora_targets={
+                **dict.fromkeys(("all+ffs", "ai-toolkit", "fal"), "attention_mlp"),
+                "context": _TEXT_ATTENTION,
+                "context+ffs": (*_TEXT_ATTENTION, "ff_context.net.0.proj", "ff_context.net.2"),
+            },
         ),
         ai_toolkit=("flux",),
         ai_toolkit_switch="is_flux",
+        guidance_input=True,
     ),
     "qwen-image": FamilyRecord(
         package="supertuner.models.families.qwen_image",
         pipelines=("QwenImagePipeline",),
         experts=_ONE_TRANSFORMER,
-        simpletuner=SimpleTunerNames("qwen_image", "Qwen/Qwen-Image", {"v1.0": "Qwen/Qwen-Image"}),
+        simpletuner=SimpleTunerNames(
+            "qwen_image", "Qwen/Qwen-Image-2512", {"v1.0": "Qwen/Qwen-Image", "v2.0": "Qwen/Qwen-Image-2512"}
+        ),
         ai_toolkit=("qwen_image",),
     ),
     "qwen-image-edit": FamilyRecord(
@@ -131,6 +147,7 @@ FAMILIES: Final[Mapping[str, FamilyRecord]] = {
         ),
         ai_toolkit=("sdxl",),
         more_target_presets=("all_layers",),
+        has_flow_matching=False,
         ai_toolkit_switch="is_xl",
     ),
 }

@@ -28,8 +28,8 @@ def test_the_shipped_example_trains_both_experts_through_the_ramp_and_exports_th
     sizes = [line["window"] for line in steps]
     assert sizes == sorted(sizes) and sizes[0] == 4 < sizes[-1]
     assert [path.name for path in result.adapters] == [
-        "gh200-in-memory_high_noise.safetensors",
-        "gh200-in-memory_low_noise.safetensors",
+        "gh200-in-memory-step00000012_high_noise.safetensors",
+        "gh200-in-memory-step00000012_low_noise.safetensors",
     ]
     with safe_open(result.adapters[0], "pt") as exported:
         assert all(name.startswith("transformer.") for name in exported.keys())  # noqa: SIM118

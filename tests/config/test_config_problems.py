@@ -16,7 +16,8 @@ from supertuner.config.sources.problems import closest_match, edit_distance, let
 from supertuner.core.errors import ConfigError
 
 
-def test_all_errors_of_a_file_are_reported_at_once(tmp_path):
+def test_all_errors_of_a_file_are_reported_at_once_in_the_order_of_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "run.json").write_text("""{
       "datasets": [{"in_memory": {"memory_limt_gb": 3}}, {"instance_data_dir": "data/cats"}],
       "gh200_optimizations": {"initial_effective_batch_size": 4, "target_effective_batch_size": 2}
@@ -28,8 +29,8 @@ def test_all_errors_of_a_file_are_reported_at_once(tmp_path):
         == """\
 config error in run.json
   datasets[0].in_memory.memory_limt_gb: not a setting; did you mean memory_limit_gb?
-  gh200_optimizations.target_effective_batch_size: 2 is below initial_effective_batch_size 4; the ramp must not decrease
   datasets[1].instance_data_dir: "data/cats" is not a folder (looked in the folder of run.json)
+  gh200_optimizations.target_effective_batch_size: 2 is below initial_effective_batch_size 4; the ramp must not decrease
 3 errors; nothing was started"""
     )
     assert caught.value.exit_code == 2
@@ -134,6 +135,11 @@ def test_settings_that_cannot_work_are_refused_with_path_value_and_remedy(refuse
         ({"datasets": [{"dataset_type": "video", "frames": 16}]}, "datasets[0].frames", "4n + 1"),
         ({"datasets": [{"fps": 16}]}, "datasets[0].fps", 'no effect with dataset_type "image"'),
         ({"optimizer": {"lr_bump": 1e-6}}, "optimizer.lr_bump", 'without name: "automagic"'),
+        (
+            {"model": {"family": "sdxl", "path": "here"}, "objective": {"guidance": 3.5}},
+            "objective.guidance",
+            'has no effect: guidance is not an input of models of family "sdxl"',
+        ),
         ({"datasets": [{"id": "a"}]}, "datasets[0]", "nothing to stage"),
         (
             {

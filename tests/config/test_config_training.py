@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 WAN = {"family": "wan2.2", "path": "tiny"}
@@ -207,9 +209,10 @@ def test_missing_models_are_refused_with_the_path(refuse, tmp_path):
         {"model": {"family": "flux", "path": "./none", "single_file": "one.bin"}},
         check_paths=True,
     )
+    looked = f"looked in the folder of run.json and in the working folder {Path.cwd()}"
     assert problems == [
-        'model.path: "./none" is not a folder (looked in the folder of run.json)',
-        'model.single_file: "one.bin" is not a .safetensors file (looked in the folder of run.json)',
+        f'model.path: "./none" is not a folder ({looked})',
+        f'model.single_file: "one.bin" is not a .safetensors file ({looked})',
     ]
     (problem,) = refuse({"model": {"family": "flux", "path": "./one.safetensors"}}, check_paths=True)
     assert "set model.single_file to use a single file" in problem

@@ -47,16 +47,12 @@ PRECISIONS = {
     **dict.fromkeys(("fp16", "float16"), "fp16"),
     **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
 }
-OPTIMIZERS = {
-    **dict.fromkeys(("adamw", "adamw_bf16", "optimi-adamw", "adam"), "adamw"),
-    **dict.fromkeys(("adamw8bit", "ao-adamw8bit", "bnb-adamw8bit"), "adamw8bit"),
-    "adafactor": "adafactor",
-    **dict.fromkeys(("prodigy", "prodigyopt"), "prodigy"),
-    **dict.fromkeys(("adamw_schedulefree", "schedulefree", "schedule_free"), "schedule_free"),
-    "automagic": "automagic",
+CAPTION_SOURCES = {
+    "textfile": "sidecar",
+    "filename": "filename",
+    **dict.fromkeys(("parquet", "csv", "jsonl", "huggingface", "webshart"), "metadata"),
+    "instanceprompt": "constant",
 }
-SCHEDULERS = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", "linear": "linear"}
-CAPTION_SOURCES = {"textfile": "sidecar", "filename": "filename", "parquet": "metadata", "instanceprompt": "constant"}
 
 
 def not_available(value: JSON, allowed: Iterable[str]) -> InvalidValue:
@@ -98,12 +94,14 @@ def sibling_value(block: Mapping[str, JSON], name: str) -> JSON:
 
 
 def cache_dir(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    """A folder of caches. Placeholders in braces, such as `{model_family}`, are left out of its name."""
     if not value:
-        return [ConversionNote("has no effect: it is empty")]
+        return []
+    if isinstance(value, str):
+        value = re.sub(r"/*\{[^{}/]*\}", "", value).rstrip("/") or "cache"
     return [
         SettingValue("^cache_config.cache_dir", value, is_implied=True),
         SettingValue("^cache_config.persistent_cache", True, is_implied=True),
-        ConversionNote("sets cache_config.cache_dir and persistent_cache; one folder holds all caches of a run"),
     ]
 
 
@@ -129,13 +127,66 @@ def slug(value: JSON) -> JSON:
 
 
 def backend_type(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
-    if value == "local":
+    if value in ("local", "huggingface"):
         return [SettingValue("type", "disk")]
     if value == "memory":
         return [SettingValue("type", "in_memory")]
-    if value in ("aws", "csv", "webshart", "huggingface"):
+    if value in ("aws", "csv", "webshart"):
         return [InvalidValue(f"{format_value(value)} is not supported; download the files and set instance_data_dir")]
     return [SettingValue("type", value)]
+
+
+def hub_dataset(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    """SimpleTuner's `dataset_name`: a dataset on the Hugging Face hub, or a folder."""
+    if not value:
+        return []
+    huggingface = block.get("huggingface")
+    nested = huggingface.get("revision") if isinstance(huggingface, Mapping) else None
+    revision = block.get("revision") or nested
+    text = str(value)
+    is_folder = text.startswith(("/", "./", "../", "~")) or text.count("/") != 1
+    return [SettingValue("instance_data_dir", text if is_folder else f"{HUB_PREFIX}{text}@{revision or 'main'}")]
+
+
+def dataset_kind(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    """SimpleTuner's `dataset_type`, of which `eval` stands for held-out samples."""
+    return [SettingValue("held_out", True)] if value == "eval" else [SettingValue("dataset_type", value)]
+
+
+def first_folder(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    """ai-toolkit's `control_path` and its numbered forms: folders of reference images, of which one is used."""
+    folders = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    folders = [folder for folder in folders if folder]
+    if not folders:
+        return []
+    notes = [ConversionNote("a sample has one reference image; the first folder is used")] if len(folders) > 1 else []
+    return [SettingValue("conditioning_dir", folders[0], is_implied=True), *notes]
+
+
+def shrink_video(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    """ai-toolkit's `shrink_video_to_frames`; only videos have an answer."""
+    if not isinstance(value, bool):
+        return [not_a_switch(value)]
+    if not value or not _is_video(block):
+        return []
+    note = "clips keep their speed, and num_frames of them are used; set fps to resample them"
+    return [ConversionNote(f"has no effect: {note}")]
+
+
+def _is_video(block: Mapping[str, JSON]) -> bool:
+    frames = block.get("num_frames", 1)
+    return isinstance(frames, int) and frames > 1
+
+
+def square_crop(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    return [SettingValue("max_aspect_ratio", 1.0)] if value is True else []
+
+
+def invert_mask(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    """ai-toolkit's `invert_mask`, which would train on the opposite of what the masks show here."""
+    if value in (False, None) or sibling_value(block, "mask_path") is None:
+        return []
+    return [InvalidValue("masks are not inverted here; invert the files of mask_path, white where the loss counts")]
 
 
 def folder_type(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
@@ -188,6 +239,8 @@ def crop(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
 
 
 def crop_style(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    if block.get("crop") is False:
+        return []  # it does not count, in SimpleTuner as well
     if value in ("corner", "face"):
         note = ConversionNote(f"{format_value(value)} is not available; samples are cropped to the centre")
         return [SettingValue("crop", "center"), note]
@@ -196,10 +249,11 @@ def crop_style(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
 
 def crop_aspect(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if value == "square":
-        return [SettingValue("max_aspect_ratio", 1.0, is_implied=True)]
-    if value in ("preserve", "closest"):
+        # SimpleTuner crops only if `crop` is true, which is its default
+        return [SettingValue("max_aspect_ratio", 1.0, is_implied=True)] if block.get("crop") is not False else []
+    if value in ("preserve", "closest", "random"):
         return []
-    return [not_available(value, ("square", "preserve", "closest"))]
+    return [not_available(value, ("square", "preserve", "closest", "random"))]
 
 
 def resolution(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
@@ -225,9 +279,15 @@ def resolution_type(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
 
 def resolution_list(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """ai-toolkit uses every sample at every resolution of the list."""
-    if isinstance(value, list) and len(value) > 1 and "resolution_mode" not in block:
-        return [SettingValue("resolution", value), SettingValue("resolution_mode", "each", is_implied=True)]
-    return [SettingValue("resolution", value)]
+    setting = SettingValue("resolution", value)
+    if not isinstance(value, list) or len(value) < 2 or "resolution_mode" in block:
+        return [setting]
+    if any(block.get(name) for name in ("control_path", "control_path_1", "control_path_2", "control_path_3")):
+        return [
+            setting,
+            ConversionNote("with reference images, a sample is used at the best of these resolutions only"),
+        ]
+    return [setting, SettingValue("resolution_mode", "each", is_implied=True)]
 
 
 def caption_strategy(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
@@ -278,6 +338,10 @@ def caption_extension(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     return [SettingValue("captions.extension", f".{value.removeprefix('.')}" if isinstance(value, str) else value)]
 
 
+HUB_PREFIX = "hub:"
+"""The beginning of an `instance_data_dir` that names a dataset on the Hugging Face hub, `hub:owner/name@revision`."""
+
+
 def frames(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     setting = SettingValue("frames", value)
     is_video = isinstance(value, int) and value > 1
@@ -291,6 +355,17 @@ def switch_to(path: str, on: JSON, off: JSON, is_implied: bool = False) -> KeyCo
         if not isinstance(value, bool):
             return [not_a_switch(value)]
         return [SettingValue(path, on if value else off, is_implied)]
+
+    return convert
+
+
+def set_if_true(path: str, value: JSON) -> KeyConversion:
+    """A switch: true sets `path` to `value`, false sets nothing."""
+
+    def convert(switch: JSON, block: Mapping[str, JSON]) -> Outcomes:
+        if not isinstance(switch, bool):
+            return [not_a_switch(switch)]
+        return [SettingValue(path, value)] if switch else []
 
     return convert
 
@@ -311,7 +386,6 @@ def cache_location(kind: str, location: str, memory_key: str = "") -> KeyConvers
         settings: dict[str, JSON] = {f"{kind}_cache_type": cache_type}
         if location == "disk":
             settings["persistent_cache"] = True
-        note = ConversionNote(f'sets cache_config.{kind}_cache_type: "{cache_type}" for the whole run')
-        return [*(SettingValue(f"^cache_config.{name}", value, True) for name, value in settings.items()), note]
+        return [SettingValue(f"^cache_config.{name}", value, True) for name, value in settings.items()]
 
     return convert

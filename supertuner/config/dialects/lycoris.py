@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Final
 
 from supertuner.config.dialects.conversions import (
@@ -20,8 +21,36 @@ FULL_MATRIX_DIM: Final = 10_000
 """With LoKr, a `linear_dim` of at least this asks for full matrices."""
 TARGET_PRESETS: Final = {("Attention",): "attention", ("Attention", "FeedForward"): "attention_mlp"}
 """Classes of modules, sorted → preset."""
-_NO_EFFECT: Final = "has no effect: there is no such option"
-_NO_PRESET: Final = "has no effect: use adapter.targets for layers and adapter.modules for their ranks"
+OTHER_KEYS: Final = {
+    **dict.fromkeys(("bypass_mode",), "has no effect: the result is the same with and without it"),
+    **dict.fromkeys(
+        ("rank_dropout", "module_dropout"), "has no effect: adapter.dropout is the only dropout of an adapter"
+    ),
+    **dict.fromkeys(
+        ("conv_dim", "conv_alpha", "use_tucker", "use_cp"),
+        'has no effect: only SDXL has convolutions; adapter.targets: "all_layers" trains them with the same rank',
+    ),
+    **dict.fromkeys(
+        ("decompose_both", "unbalanced_factorization", "use_scalar", "wd_on_output", "weight_decompose"),
+        "has no effect: adapters of LyCORIS are built with its default",
+    ),
+    **dict.fromkeys(("block_size", "constraint", "rescaled"), "has no effect: OFT and BOFT are not available"),
+    "train_norm": "has no effect: only linear layers and convolutions are trained",
+    "preset": "has no effect: adapter.targets lists the layers that get an adapter",
+}
+"""Keys of LyCORIS that have no meaning here, with the reasons."""
+_PRESET_KEYS: Final = {
+    "module_algo_map": "has no effect: all layers share the type and factor; adapter.modules sets their ranks",
+    "name_algo_map": "has no effect: all layers share the type and factor; adapter.modules sets their ranks",
+    **dict.fromkeys(
+        ("target_name", "use_fnmatch", "exclude_name", "unet_target_module", "unet_target_name", "enable_conv"),
+        "has no effect: adapter.targets lists the layers that get an adapter",
+    ),
+    **dict.fromkeys(
+        ("text_encoder_target_module", "text_encoder_target_name", "lora_prefix"),
+        "has no effect: text encoders are not trained, and exports have diffusers' names",
+    ),
+}
 _FULL_STRENGTH: Final = "an adapter is trained at full strength, 1"
 _SWITCHES: Final = {"full_matrix": "adapter.lokr_full_matrix", "rs_lora": "adapter.rslora"}
 
@@ -55,8 +84,11 @@ def convert_lycoris_config(tree: Mapping[str, JSON]) -> Iterator[tuple[str, Conv
         elif name == "dora_wd" and value is True:
             remedy = 'use lora_type: "standard" and adapter.dora: true'
             yield name, InvalidValue(f"is not available for LyCORIS; {remedy}")
+        elif name in OTHER_KEYS or name in ("factor", "dora_wd"):
+            if value:
+                yield name, ConversionNote(OTHER_KEYS.get(name, "has no effect with this algo"))
         else:
-            yield name, ConversionNote(_NO_EFFECT)
+            yield name, _unknown_key(name, [*sizes, "algo", "factor", "dropout", *_SWITCHES, *OTHER_KEYS])
 
 
 def _convert_algorithm(value: JSON) -> ConversionOutcome:
@@ -73,5 +105,13 @@ def _convert_preset(value: Mapping[str, JSON]) -> Iterator[tuple[str, Conversion
             if preset is None:
                 classes = f"{format_value(inner)} are classes of modules"
                 yield name, ConversionNote(f'{classes}; sets adapter.targets: "attention_mlp" instead')
+        elif name in _PRESET_KEYS:
+            yield name, ConversionNote(_PRESET_KEYS[name])
         else:
-            yield name, ConversionNote(_NO_PRESET)
+            yield name, _unknown_key(name, ["target_module", *_PRESET_KEYS])
+
+
+def _unknown_key(name: str, known: Sequence[str]) -> InvalidValue:
+    closest = get_close_matches(name, known, n=1)
+    suggestion = f"did you mean {closest[0]}?" if closest else f"known here: {', '.join(known)}"
+    return InvalidValue(f"not a key of LyCORIS; {suggestion}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from supertuner.config.dialects.conversions import (
     ConversionNote,
@@ -10,9 +11,11 @@ from supertuner.config.dialects.conversions import (
     InvalidValue,
     KeyConversion,
     SettingValue,
+    not_a_switch,
+    not_available,
     sibling_value,
 )
-from supertuner.config.families import ALL_EXPERTS, FAMILIES
+from supertuner.config.families import ALL_EXPERTS, FAMILIES, SimpleTunerNames
 from supertuner.config.settings.values import format_value
 from supertuner.core.types import JSON
 
@@ -21,22 +24,40 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-NOT_TRAINED_YET = "is not supported, so no model is set; datasets can be staged and previewed"
-
-UNSUPPORTED_SIMPLETUNER_FAMILIES = _words(
-    "ace_step auraflow chroma cosmos2image deepfloyd flux2 hidream hunyuanvideo kandinsky5-image kandinsky5-video "
-    "kolors legacy longcat_image longcat_video ltxvideo ltxvideo2 lumina2 omnigen pixart_sigma sana "
-    "sanavideo sd1x sd2x wan_s2v z_image"
+OTHER_SIMPLETUNER_FAMILIES = _words(
+    "ace_step anima auraflow boogu_image chroma cosmos2image cosmos3 deepfloyd ernie flux2 heartmula hidream "
+    "hunyuanvideo ideogram infinitetalk kandinsky5-image kandinsky5-video kolors krea2 legacy longcat_image "
+    "longcat_video ltxvideo ltxvideo2 lumina2 mageflow minimaxh3 minimaxmusic omnigen pixart_sigma sana sanavideo "
+    "sd1x sd2x stable_cascade wan_s2v z_image z_image_omni zlab_i1"
 )
-"""Families of SimpleTuner that we do not support."""
+"""Families of SimpleTuner that we do not have."""
 FAMILY_BY_ARCHITECTURE = {arch: name for name, record in FAMILIES.items() for arch in record.ai_toolkit}
-UNSUPPORTED_ARCHITECTURES = _words(
-    "auraflow chroma flex1 flex2 flux2 flux_kontext hidream hidream_e1 lumina2 omnigen2 pixart pixart_sigma "
-    "qwen_image_edit_plus sd1 sd2 ssd vega wan21_i2v zimage"
+OTHER_ARCHITECTURES = _words(
+    "ace_step_15 ace_step_15_xl anima auraflow boogu_image boogu_image_edit chroma chroma_radiance cogview4 "
+    "ernie_image f-lite flex1 flex2 flux2 flux2_klein_4b flux2_klein_9b flux_kontext hidream hidream_e1 hidream_o1 "
+    "ideogram4 krea2 ltx2 ltx2.3 ltx2.5 lumina2 mageflow mageflow_edit minimax_h3 minimax_h3_ref2va nucleus_image "
+    "omnigen2 pixart pixart_sigma prx_pixel qwen_image_edit_plus sd1 sd15 sd2 ssd vega wan21_i2v zeta_chroma zimage "
+    "zimage_l2p"
 )
-"""Architectures of ai-toolkit that we do not support."""
-UNSUPPORTED_FLAVOUR_PREFIXES = ("i2v-14b-2.1", "i2v-480p", "i2v-720p", "flf2v", "vace", "kontext", "edit-v2", "refiner")
-"""Prefixes of flavours that we do not support."""
+"""Architectures of ai-toolkit that we do not have."""
+OTHER_SWITCHES = tuple(f"is_{name}" for name in _words("v2 pixart pixart_sigma auraflow lumina2 ssd vega"))
+"""Older switches for such architectures in ai-toolkit's `model` block."""
+OTHER_FLAVOURS = (
+    "i2v-14b-2.1",
+    "i2v-480p",
+    "i2v-720p",
+    "flf2v",
+    "vace",
+    "kontext",
+    "libreflux",
+    "fluxbooru",
+    "edit-v2",
+    "edit-v3",
+    "refiner",
+)
+"""Beginnings of flavours that we do not have."""
+PROCESS_TYPES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
+"""Processes of ai-toolkit that train a denoiser or an adapter of it."""
 ATTENTION_BACKENDS = {
     "diffusers": "native",
     "xformers": "xformers",
@@ -46,28 +67,42 @@ ATTENTION_BACKENDS = {
     "flash-attn-3-varlen": "_flash_varlen_3",
     "flex": "flex",
     "cudnn": "_native_cudnn",
+    "native": "native",
+    "flash-attn-hub": "flash_hub",
+    "flash-attn-varlen-hub": "flash_varlen_hub",
+    "flash-attn-3-hub": "_flash_3_hub",
+    "flash-attn-3-varlen-hub": "_flash_3_varlen_hub",
+    "flash-attn-4-hub": "flash_4_hub",
     **{f"native-{name}": f"_native_{name}" for name in ("efficient", "flash", "math", "npu", "xla")},
 }
 EIGHT_BIT_FORMATS = {"int8": "int8", "qint8": "int8", "fp8": "fp8", "fp8uz": "fp8", "qfloat8": "fp8", "float8": "fp8"}
 """8-bit number formats, by the first word of their names in the dialects."""
+RANDOM_GUIDANCE = "random-range"
+ONE_GUIDANCE = "has no effect: objective.guidance is the same for all samples"
 UNSUPPORTED_FORMAT_PREFIXES = ("int4", "int2", "uint", "qint4", "qint2", "nf4", "fp4", "int3")
+
+
+def not_here_yet(what: str, available: Iterable[str]) -> InvalidValue:
+    """`what` another program has and we do not."""
+    names = ", ".join(map(format_value, sorted(available)))
+    return InvalidValue(f"{what} is not available here yet; available: {names}")
 
 
 def model_family(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """SimpleTuner's `model_family`."""
-    if value in UNSUPPORTED_SIMPLETUNER_FAMILIES:
-        return [ConversionNote(f"{format_value(value)} {NOT_TRAINED_YET}")]
     default_models = {
         record.simpletuner.family: record.simpletuner.default_model
         for record in FAMILIES.values()
         if record.simpletuner.default_model is not None
     }
+    if value in OTHER_SIMPLETUNER_FAMILIES:
+        return [not_here_yet(f"family {format_value(value)} of SimpleTuner", default_models)]
     if value not in tuple(default_models):
-        supported = ", ".join(map(format_value, sorted(default_models)))
-        return [InvalidValue(f"{format_value(value)} is not a known family; supported families: {supported}")]
+        known = ", ".join(map(format_value, sorted(default_models)))
+        return [InvalidValue(f"{format_value(value)} is not a family of SimpleTuner; available here: {known}")]
     name = simpletuner_family(block)
     if name is None:
-        return [ConversionNote(f"this flavour of {format_value(value)} {NOT_TRAINED_YET}")]
+        return []  # `model_flavour` is refused
     if sibling_value(block, "model_flavour") or sibling_value(block, "pretrained_model_name_or_path"):
         return [SettingValue("model.family", name)]
     default = default_models[str(value)]
@@ -81,7 +116,7 @@ def model_family(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionO
 def simpletuner_family(block: Mapping[str, JSON]) -> str | None:
     """Our family for the model of a SimpleTuner file; None if its family or its flavour is not supported."""
     flavour = str(sibling_value(block, "model_flavour") or "").lower()
-    if flavour.startswith(UNSUPPORTED_FLAVOUR_PREFIXES):
+    if flavour.startswith(OTHER_FLAVOURS):
         return None
     simpletuner_name = sibling_value(block, "model_family")
     families = [name for name, record in FAMILIES.items() if record.simpletuner.family == simpletuner_name]
@@ -94,7 +129,7 @@ def model_path(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOut
     if not value:
         return []
     if sibling_value(block, "model_family") is not None and simpletuner_family(block) is None:
-        return [ConversionNote("has no effect: its model_family or model_flavour is not supported")]
+        return []  # the family or the flavour is refused
     return _put_path(value)
 
 
@@ -103,8 +138,13 @@ def model_flavour(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversion
     if not value:
         return []
     name = simpletuner_family(block)
+    family = sibling_value(block, "model_family")
+    if name is None and any(record.simpletuner.family == family for record in FAMILIES.values()):
+        flavours = (record.simpletuner.flavours for record in FAMILIES.values() if record.simpletuner.family == family)
+        what = f"flavour {format_value(value)} of SimpleTuner's family {format_value(family)}"
+        return [not_here_yet(what, chain(*flavours))]
     if name is None:
-        return [ConversionNote("has no effect: its model_family or model_flavour is not supported")]
+        return []  # the family is refused
     flavour_name = str(value).lower()
     record = FAMILIES[name]
     if flavour_name in record.simpletuner.flavours:
@@ -116,36 +156,46 @@ def model_flavour(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversion
     return [InvalidValue(f"{format_value(value)} is not a known flavour; set pretrained_model_name_or_path")]
 
 
+def process_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    """ai-toolkit's `type` of a process."""
+    if value in PROCESS_TYPES:
+        return []
+    return [not_here_yet(f"process {format_value(value)} of ai-toolkit", PROCESS_TYPES)]
+
+
 def architecture(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """ai-toolkit's `model.arch`; its web interface appends a variant after a colon."""
     name = str(value).partition(":")[0]
     if name in FAMILY_BY_ARCHITECTURE:
         return [SettingValue("model.family", FAMILY_BY_ARCHITECTURE[name])]
-    if name in UNSUPPORTED_ARCHITECTURES:
-        return [ConversionNote(f"{format_value(value)} {NOT_TRAINED_YET}")]
-    supported = ", ".join(map(format_value, FAMILY_BY_ARCHITECTURE))
-    return [InvalidValue(f"{format_value(value)} is not a known architecture; supported: {supported}")]
+    if name in OTHER_ARCHITECTURES:
+        return [not_here_yet(f"architecture {format_value(value)} of ai-toolkit", FAMILY_BY_ARCHITECTURE)]
+    known = ", ".join(map(format_value, FAMILY_BY_ARCHITECTURE))
+    return [InvalidValue(f"{format_value(value)} is not an architecture of ai-toolkit; available here: {known}")]
 
 
-def is_architecture(name: str) -> KeyConversion:
-    """ai-toolkit's older switches such as `model.is_flux`. `name` is our family; "" if we do not support it."""
+def is_architecture(family: str, other: str = "") -> KeyConversion:
+    """ai-toolkit's older switches such as `model.is_flux`. `family` is ours; "" if we do not have it, and `other` is
+    its name in ai-toolkit."""
 
     def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
         if not isinstance(value, bool):
-            return [InvalidValue(f"{format_value(value)} is not true or false")]
+            return [not_a_switch(value)]
         if not value:
             return []
-        return [SettingValue("model.family", name)] if name else [ConversionNote(f"this model {NOT_TRAINED_YET}")]
+        if family:
+            return [SettingValue("model.family", family)]
+        return [not_here_yet(f"architecture {format_value(other)} of ai-toolkit", FAMILY_BY_ARCHITECTURE)]
 
     return convert
 
 
 def name_or_path(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-    """ai-toolkit's `model.name_or_path`."""
-    is_unsupported = str(block.get("arch")).partition(":")[0] in UNSUPPORTED_ARCHITECTURES
-    if is_unsupported or any(block.get(switch) is True for switch in ("is_v2",)):
-        return [ConversionNote("has no effect: this model is not supported")]
-    return _put_path(value) if value else []
+    """ai-toolkit's `model.name_or_path`; not read if the architecture is refused."""
+    is_other = str(block.get("arch")).partition(":")[0] in OTHER_ARCHITECTURES
+    if not value or is_other or any(block.get(switch) is True for switch in OTHER_SWITCHES):
+        return []
+    return _put_path(value)
 
 
 def _put_path(value: JSON) -> Sequence[ConversionOutcome]:
@@ -163,7 +213,7 @@ def base_precision(value: JSON, block: Mapping[str, JSON]) -> Sequence[Conversio
 def quantize(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """ai-toolkit's `model.quantize`, with the format in `qtype`."""
     if not isinstance(value, bool):
-        return [InvalidValue(f"{format_value(value)} is not true or false")]
+        return [not_a_switch(value)]
     return _quantized_weights(block.get("qtype", "qfloat8")) if value else []
 
 
@@ -191,11 +241,10 @@ def attention(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutc
     if text in ATTENTION_BACKENDS:
         return [SettingValue("model.attention", ATTENTION_BACKENDS[text])]
     if text.startswith("sageattention"):
-        return [
-            ConversionNote(
-                "has no effect: SageAttention has no backward pass, and samples use the same attention as training"
-            )
-        ]
+        reason = "SageAttention has no backward pass, and samples use the same attention as training"
+        return [ConversionNote(f"has no effect: {reason}")]
+    if text.startswith("metal"):
+        return [ConversionNote("has no effect: it needs a Mac; model.attention is used")]
     return [
         InvalidValue(
             f"{format_value(value)} is not available; allowed: {', '.join(map(format_value, ATTENTION_BACKENDS))}"
@@ -231,9 +280,45 @@ def lora_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutc
     return [InvalidValue(f'{format_value(value)} is not available; allowed: "standard", "lycoris"')]
 
 
+def lora_size(path: str) -> KeyConversion:
+    """A key of a LoRA; with LyCORIS, only `lycoris_config` counts, in SimpleTuner as well."""
+
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+        if value is None:
+            return []
+        if sibling_value(block, "lora_type") == "lycoris":
+            return [ConversionNote('has no effect with lora_type: "lycoris", in SimpleTuner as well')]
+        return [SettingValue(path, value)]
+
+    return convert
+
+
 def lycoris_file(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """SimpleTuner's `lycoris_config`: `translate` reads the file and converts it with `lycoris`."""
     return []
+
+
+def peft_targets(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    """SimpleTuner's `peft_lora_target_modules`: a list of the last parts of module names, or a file with it."""
+    if not value:
+        return []
+    if isinstance(value, list):
+        return [SettingValue("adapter.targets", value)]
+    return [ConversionNote("has no effect: it names a file; write its list of module names into adapter.targets")]
+
+
+def lora_targets(names: SimpleTunerNames) -> KeyConversion:
+    """SimpleTuner's key for the targets of one family, such as `flux_lora_target`."""
+
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+        if value in (None, "all") or sibling_value(block, "model_family") != names.family:
+            return []
+        targets = names.lora_targets.get(str(value), "attention")
+        return [
+            SettingValue("adapter.targets", targets if isinstance(targets, str) else list(targets), is_implied=True)
+        ]
+
+    return convert
 
 
 ADAPTER_BY_NETWORK = {"lora": "lora", "dora": "lora", "locon": "locon", "loha": "loha", "lokr": "lokr"}
@@ -247,12 +332,35 @@ def network_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionO
                 f"{format_value(value)} is not available; allowed: {', '.join(map(format_value, ADAPTER_BY_NETWORK))}"
             )
         ]
-    dora = [SettingValue("adapter.dora", True)] if value == "dora" else []
+    more = [SettingValue("adapter.dora", True)] if value == "dora" else []
+    if value == "lokr":  # ai-toolkit's default
+        more = [SettingValue("adapter.lokr_full_matrix", True, is_implied=True)]
     return [
         SettingValue("adapter.type", ADAPTER_BY_NETWORK[value]),
         SettingValue("adapter.targets", "attention_mlp", is_implied=True),
-        *dora,
+        *more,
     ]
+
+
+def network_rank(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    """ai-toolkit's `linear` and `rank`. Without `linear_alpha` and `alpha`, its alpha is 1."""
+    if value is None:
+        return []
+    rank = SettingValue("adapter.rank", value)
+    if block.get("linear_alpha") is not None or block.get("alpha") is not None:
+        return [rank]
+    note = ConversionNote("no linear_alpha is given; sets adapter.alpha: 1, the default of ai-toolkit")
+    return [rank, SettingValue("adapter.alpha", 1.0, is_implied=True), note]
+
+
+def network_alpha(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    """ai-toolkit's `alpha`, which `linear_alpha` overrides."""
+    return [] if value is None or block.get("linear_alpha") is not None else [SettingValue("adapter.alpha", value)]
+
+
+def lokr_only(path: str) -> KeyConversion:
+    """A key of a LoKr; other networks do not read it, in ai-toolkit as well."""
+    return lambda value, block: [SettingValue(path, value)] if block.get("type") == "lokr" and value is not None else []
 
 
 def trained_experts(experts: Sequence[str]) -> KeyConversion:
@@ -260,7 +368,7 @@ def trained_experts(experts: Sequence[str]) -> KeyConversion:
 
     def convert(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
         if not isinstance(value, bool):
-            return [InvalidValue(f"{format_value(value)} is not true or false")]
+            return [not_a_switch(value)]
         trained = [expert for expert in experts if block.get(f"train_{expert}", True)]
         if not trained:
             switches = " and ".join(f"train_{expert}" for expert in experts)
@@ -274,20 +382,35 @@ def trained_experts(experts: Sequence[str]) -> KeyConversion:
 
 def flow_shift(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
     """SimpleTuner's `flow_schedule_shift`; null and 0 mean no shift."""
-    if sibling_value(block, "flow_schedule_auto_shift") is True:
-        return [ConversionNote("has no effect: flow_schedule_auto_shift overrides it")]
-    return [SettingValue("objective.shift", 1.0 if value in (None, 0, "") else value)]
+    if value in (None, 0, ""):
+        automatic = sibling_value(block, "flow_schedule_auto_shift") is True
+        return [] if automatic else [SettingValue("objective.shift", 1.0)]
+    return [SettingValue("objective.shift", value)]
 
 
-def set_if_true(path: str, value: JSON) -> KeyConversion:
-    """A switch: true sets `path` to `value`, false sets nothing."""
+def guidance_mode(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    """SimpleTuner's `flux_guidance_mode`: one value for all samples, or (not available) a random one for each."""
+    if value == "constant":
+        return []
+    if value == RANDOM_GUIDANCE:
+        return [ConversionNote(f"{format_value(value)} {ONE_GUIDANCE}")]
+    return [not_available(value, ("constant", RANDOM_GUIDANCE))]
 
-    def convert(switch: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
-        if not isinstance(switch, bool):
-            return [InvalidValue(f"{format_value(switch)} is not true or false")]
-        return [SettingValue(path, value)] if switch else []
 
-    return convert
+def guidance_value(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    """SimpleTuner's `flux_guidance_value`, which counts only in its mode "constant"."""
+    if sibling_value(block, "flux_guidance_mode") == RANDOM_GUIDANCE:
+        return [ConversionNote(f"has no effect with flux_guidance_mode {format_value(RANDOM_GUIDANCE)}")]
+    return [] if value is None else [SettingValue("objective.guidance", value)]
+
+
+def auto_shift(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:
+    """SimpleTuner's `flow_schedule_auto_shift`, which a `flow_schedule_shift` above 0 overrides."""
+    if not isinstance(value, bool):
+        return [not_a_switch(value)]
+    if value and sibling_value(block, "flow_schedule_shift"):
+        return [ConversionNote("has no effect: flow_schedule_shift is above 0 and overrides it, as in SimpleTuner")]
+    return [SettingValue("objective.shift", "auto")] if value else []
 
 
 def timestep_type(value: JSON, block: Mapping[str, JSON]) -> Sequence[ConversionOutcome]:

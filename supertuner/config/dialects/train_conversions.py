@@ -21,6 +21,29 @@ from supertuner.config.dialects.conversions import (
 from supertuner.config.settings.values import format_value
 from supertuner.core.types import JSON
 
+SAMPLE_ENTRY_KEYS = frozenset(
+    [
+        "prompt",
+        "width",
+        "height",
+        "neg",
+        "seed",
+        "guidance_scale",
+        "sample_steps",
+        "fps",
+        "num_frames",
+        "ctrl_img",
+        "ctrl_idx",
+        "ctrl_img_1",
+        "ctrl_img_2",
+        "ctrl_img_3",
+        "network_multiplier",
+        "do_cfg_norm",
+    ]
+)
+"""The keys of an entry of ai-toolkit's `sample.samples`, of which only `prompt` is read."""
+FORMATS = ("diffusers", "comfyui", "kohya")
+"""Names of tensors in exported files."""
 UNCAPPED_WEIGHT_NOTE = "ai-toolkit weights every sample by γ / SNR; here the weight is at most 1"
 
 
@@ -33,7 +56,7 @@ def use_ema(default_decay: float) -> KeyConversion:
         if not value or sibling_value(block, "ema_decay") is not None:
             return []
         note = ConversionNote(f"sets train.ema_decay: {default_decay:g}, the default")
-        return [SettingValue("train.ema_decay", default_decay, is_implied=True), note]
+        return [SettingValue("train.ema_decay", _decay_per_step(default_decay, block), is_implied=True), note]
 
     return convert
 
@@ -44,16 +67,77 @@ def ema_decay(enabled_by_default: bool) -> KeyConversion:
     def convert(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
         enabled = sibling_value(block, "use_ema")
         if enabled is True or (enabled is None and enabled_by_default):
-            return [SettingValue("train.ema_decay", value)]
-        return [ConversionNote("has no effect: use_ema is not true")]
+            return [SettingValue("train.ema_decay", _decay_per_step(value, block))]
+        return []
 
     return convert
+
+
+def _decay_per_step(decay: JSON, block: Mapping[str, JSON]) -> JSON:
+    """The decay with which an update after every step forgets as fast as one every `ema_update_interval` steps."""
+    interval = sibling_value(block, "ema_update_interval")
+    if not isinstance(decay, float) or not _is_whole_number(interval) or interval < 2 or not 0 < decay < 1:
+        return decay
+    per_step: float = decay ** (1 / interval)
+    return round(per_step, 12)
+
+
+def ema_interval(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    """SimpleTuner's `ema_update_interval`; `_decay_per_step` reads it."""
+    if sibling_value(block, "use_ema") is not True or value in (None, 0, 1):
+        return []
+    return [ConversionNote("the average is updated after every step, with a decay that forgets as fast")]
 
 
 def disabled_ema(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """ai-toolkit's `ema_config` if it is not a block."""
     problem = InvalidValue(f"{format_value(value)} is not a block; it holds use_ema and ema_decay")
     return [] if value in (None, False) else [problem]
+
+
+def simpletuner_seed(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    """SimpleTuner's `seed`, with which 0 and -1 stand for another seed at each start."""
+    if value in (0, -1):
+        return [ConversionNote("is a new seed at each start in SimpleTuner; here run.seed is 0, so that runs repeat")]
+    return [] if value is None else [SettingValue("run.seed", value)]
+
+
+def train_denoiser(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    """ai-toolkit's `train_unet`."""
+    if value is False:
+        return [InvalidValue("false: nothing would be trained, because text encoders are not; set it to true")]
+    return [] if isinstance(value, bool) else [not_a_switch(value)]
+
+
+def linear_timesteps(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    """ai-toolkit's `linear_timesteps` and `linear_timesteps2`."""
+    if value is not True:
+        return []
+    settings: dict[str, JSON] = {"timesteps": "uniform", "shift": 1.0}
+    return [SettingValue(f"objective.{name}", setting, is_implied=True) for name, setting in settings.items()]
+
+
+def ai_toolkit_learning_rate(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    """ai-toolkit's `lr`; for Prodigy it replaces rates below 0.1 by 1."""
+    estimates = str(block.get("optimizer", "")).lower().startswith(("prodigy", "dadapt"))
+    if estimates and isinstance(value, float) and value < 0.1:
+        note = ConversionNote("this optimizer estimates its rate, so that 1.0 is used, as ai-toolkit does")
+        return [SettingValue("optimizer.learning_rate", 1.0), note]
+    return [SettingValue("optimizer.learning_rate", value)]
+
+
+def saves_to_keep(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    """How many saves are kept; in the other programs a save is a checkpoint and the file to use."""
+    if value in (0, -1, None):
+        return []
+    return [SettingValue("checkpoints.keep", value), SettingValue("exports.keep", value, is_implied=True)]
+
+
+def export_format(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    """SimpleTuner's `lora_format`, the names in the exported file."""
+    if value in (None, "", "auto"):
+        return []
+    return [SettingValue("exports.formats", [value])] if value in FORMATS else [not_available(value, FORMATS)]
 
 
 def resume(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
@@ -83,9 +167,18 @@ def sample_entries(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
         return [InvalidValue(f"{format_value(value)} is not a list of blocks with a prompt each")]
     entries = [entry for entry in value if isinstance(entry, Mapping)]
     prompt_texts = [entry["prompt"] for entry in entries if entry.get("prompt") is not None]
-    extra = sorted({str(name) for entry in entries for name in entry} - {"prompt"})
+    names = {str(name) for entry in entries for name in entry}
+    if unknown := sorted(names - SAMPLE_ENTRY_KEYS):
+        known = ", ".join(sorted(SAMPLE_ENTRY_KEYS))
+        return [InvalidValue(f"{', '.join(unknown)}: not a key of a sample; known here: {known}")]
+    extra = sorted(names - {"prompt"})
     notes = [ConversionNote(f"only the prompts are read, not {', '.join(extra)}")] if extra else []
     return [*sample_prompts(prompt_texts, block), *notes]
+
+
+def negative_prompt(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    """ai-toolkit's `sample.neg`."""
+    return [] if value in (None, False) else [SettingValue("validation.negative_prompt", value)]
 
 
 def validation_seeds(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
@@ -124,6 +217,11 @@ def validation_interval(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     if sibling_value(block, "validation_disable") is True or value in (None, 0):
         return []
     return [SettingValue("validation.every_steps", value)]
+
+
+def eval_interval(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+    """SimpleTuner's `eval_steps_interval`, which counts if no validation interval is set."""
+    return [] if value in (None, 0) else [SettingValue("validation.every_steps", value, is_implied=True)]
 
 
 def disable_validation(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
@@ -187,12 +285,6 @@ def min_snr_gamma(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     return [SettingValue("objective.weighting", "min_snr", is_implied=True), SettingValue("objective.snr_gamma", value)]
 
 
-def ai_toolkit_snr_gamma(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
-    """ai-toolkit's `snr_gamma`, which is not the published min-SNR weight."""
-    outcomes = min_snr_gamma(value, block)
-    return [*outcomes, ConversionNote(f"is read as min_snr_gamma; {UNCAPPED_WEIGHT_NOTE}")] if outcomes else []
-
-
 def simpletuner_loss(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """SimpleTuner's `loss_type`."""
     if value == "smooth_l1":
@@ -207,7 +299,7 @@ def huber_delta(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     """SimpleTuner's `huber_c`; it counts only with a Huber loss."""
     if sibling_value(block, "loss_type") in ("huber", "smooth_l1"):
         return [SettingValue("objective.huber_delta", value)]
-    return [ConversionNote("has no effect: loss_type is not huber")]
+    return []
 
 
 def huber_schedule(value: JSON, block: Mapping[str, JSON]) -> Outcomes:

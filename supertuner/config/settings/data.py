@@ -122,7 +122,8 @@ class DatasetSettings(SettingsBlock):
     dataset_type: MediaKind = MediaKind.IMAGE
     """The kind of samples."""
     instance_data_dir: Path | None = None
-    """A folder of files, a WebDataset .tar file or a folder of them, or a Hugging Face dataset saved to disk."""
+    """A folder of files, a WebDataset .tar file or a folder of them, a Hugging Face dataset saved to disk or as Parquet
+    files, or "hub:OWNER/NAME": the copy of such a dataset in the hub's cache on this machine."""
     format: Literal["auto", "folder", "webdataset", "huggingface"] = "auto"
     """The format of `instance_data_dir`. "auto": detected."""
     in_memory: InMemorySettings = InMemorySettings()

@@ -19,7 +19,7 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys and list positions, from the root down."""
 
 CHANGEABLE_SETTINGS: Final = (
-    "checkpoints.in_background", "datasets[].in_memory.num_workers", "forecast", "loader.num_workers",
+    "checkpoints.in_background", "datasets[].in_memory.num_workers", "exports", "forecast", "loader.num_workers",
     "loader.prefetch_batches", "memory", "parallel", "plan", "report", "gh200_optimizations.enable_uvm_hints",
 )  # fmt: skip
 """Patterns of settings and blocks that do not affect what is trained: where memory is, how many threads work, what is

@@ -185,12 +185,16 @@ _SIZE_FIELDS = ("rank", "alpha", "dropout", "rslora", "lokr_factor", "lokr_full_
 _UNUSED_FIELDS_BY_TYPE = {"full": (*_SIZE_FIELDS, "targets", "start_from"), "diff": _SIZE_FIELDS}
 
 
+DEFAULT_GUIDANCE = 1.0
+
+
 class ObjectiveSettings(SettingsBlock):
     timesteps: Literal["uniform", "logit_normal"] | None = None
     """Distribution of noise levels. Unset: "uniform" for models that predict epsilon or v, as in their original
     training; "logit_normal" for flow matching."""
     logit_mean: float = 0.0
-    """logit_normal: mean of the normal distribution whose logistic function is the noise level."""
+    """logit_normal: mean of the normal distribution whose logistic function is the noise level (0: clean, 1: noise);
+    above 0: more noise. diffusers' training scripts have the opposite sign: their --logit_mean 1 is -1 here."""
     logit_std: Annotated[float, Field(gt=0)] = 1.0
     """logit_normal: standard deviation of that normal distribution."""
     shift: Annotated[float, Field(gt=0, le=1000)] | Literal["auto"] | None = None
@@ -208,6 +212,9 @@ class ObjectiveSettings(SettingsBlock):
     ones."""
     huber_delta: Annotated[float, Field(gt=0)] = 0.1
     """huber: size of the error at which the loss changes from quadratic to linear."""
+    guidance: Annotated[float, Field(ge=0, le=100)] = DEFAULT_GUIDANCE
+    """Guidance input of the denoiser during training, for models that have one, such as Flux dev. 1: no guidance;
+    diffusers' training scripts for Flux use 3.5."""
 
     def warnings(self) -> Iterator[SettingsIssue]:
         if self.timesteps == "uniform":

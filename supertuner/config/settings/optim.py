@@ -9,6 +9,7 @@ from pydantic import Field
 
 from supertuner.config.families import expert_names
 from supertuner.config.settings.block import SettingsBlock, SettingsIssue, with_fields
+from supertuner.config.settings.data import UnitFraction
 
 DEFAULT_MIN_LR, DEFAULT_MAX_LR = 1e-7, 1e-3
 """The default range of Automagic's learning rates."""
@@ -30,16 +31,28 @@ def _expert_fields(expert: str) -> dict[str, tuple[Any, Any]]:
 
 @with_fields({name: field for expert in expert_names() for name, field in _expert_fields(expert).items()})
 class OptimizerSettings(SettingsBlock):
-    name: Literal["adamw", "adamw8bit", "adafactor", "prodigy", "schedule_free", "automagic"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "adafactor", "prodigy", "schedule_free", "lion", "automagic"] = "adamw"
     """The optimizer."""
     learning_rate: LearningRate = None
     """Learning rate. Automagic: the initial rate of every weight. Unset: the optimizer's default."""
     weight_decay: Annotated[float | None, Field(ge=0)] = None
     """Decoupled weight decay. Unset: the optimizer's default."""
-    lr_scheduler: Literal["constant", "cosine", "linear"] = "constant"
+    beta1: Annotated[float | None, Field(ge=0, lt=1)] = None
+    """Decay of the average of gradients. Unset: the optimizer's default."""
+    beta2: Annotated[float | None, Field(ge=0, lt=1)] = None
+    """Decay of the average of squared gradients (lion: of the average of gradients). Unset: the optimizer's default."""
+    epsilon: Annotated[float | None, Field(gt=0)] = None
+    """Number added to the denominator of an update. Unset: the optimizer's default."""
+    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"] = "constant"
     """Learning-rate schedule after warm-up, in optimizer steps."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps over which the learning rate rises from 0."""
+    lr_end_factor: UnitFraction = 0.0
+    """Learning rate at the end of a falling schedule, as a fraction of the full rate."""
+    lr_power: Annotated[float, Field(gt=0)] = 1.0
+    """polynomial: power with which the rate falls; 1 is linear."""
+    lr_cycles: Annotated[int, Field(ge=1)] = 1
+    """cosine_with_restarts: number of times that the rate falls from the full rate to the end rate."""
     lr_bump: LearningRate = None
     """Automagic: change of a weight's learning rate in one step. Unset: 1e-6."""
     min_lr: LearningRate = None
@@ -79,9 +92,29 @@ class OptimizerSettings(SettingsBlock):
                 f"{self.learning_rate:g} multiplies the learning rate that prodigy estimates; the usual value is 1"
             )
             yield SettingsIssue("learning_rate", message)
+        yield from self._unused_schedule_settings()
+        for name in _UNUSED_FIELDS_BY_OPTIMIZER.get(self.name, ()):
+            if getattr(self, name) is not None:
+                yield SettingsIssue(name, f'has no effect with name: "{self.name}"')
         if self.name == "automagic":
             return
         for stage in ("", *EXPERT_PREFIXES):
             for field in ("lr_bump", "min_lr", "max_lr"):
                 if getattr(self, stage + field) is not None:
                     yield SettingsIssue(stage + field, 'has no effect without name: "automagic"')
+
+    def _unused_schedule_settings(self) -> Iterator[SettingsIssue]:
+        if "lr_end_factor" in self.model_fields_set and self.lr_scheduler == "constant":
+            yield SettingsIssue("lr_end_factor", 'has no effect with lr_scheduler: "constant"')
+        for name, schedule in (("lr_power", "polynomial"), ("lr_cycles", "cosine_with_restarts")):
+            if name in self.model_fields_set and self.lr_scheduler != schedule:
+                yield SettingsIssue(name, f'has no effect without lr_scheduler: "{schedule}"')
+
+
+_MOMENTS = ("beta1", "beta2", "epsilon")
+_UNUSED_FIELDS_BY_OPTIMIZER = {
+    "adafactor": _MOMENTS,
+    "automagic": _MOMENTS,
+    "lion": ("epsilon",),
+    "schedule_free": ("beta1",),
+}

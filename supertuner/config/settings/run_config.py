@@ -7,7 +7,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from supertuner.config.families import ALL_EXPERTS, describe_experts, expert_names, experts_of, target_presets_of
+from supertuner.config.families import (
+    ALL_EXPERTS,
+    FAMILIES,
+    describe_experts,
+    expert_names,
+    experts_of,
+    target_presets_of,
+)
 from supertuner.config.settings.block import SettingsBlock, SettingsIssue
 from supertuner.config.settings.cache import ArenaSettings, CacheConfig
 from supertuner.config.settings.data import DatasetSettings, LoaderSettings
@@ -16,7 +23,13 @@ from supertuner.config.settings.model import AdapterSettings, ModelSettings, Obj
 from supertuner.config.settings.optim import OptimizerSettings
 from supertuner.config.settings.parallel import ParallelSettings
 from supertuner.config.settings.plan import ForecastSettings, PlanSettings
-from supertuner.config.settings.train import CheckpointSettings, ReportSettings, RunSettings, TrainSettings
+from supertuner.config.settings.train import (
+    CheckpointSettings,
+    ExportSettings,
+    ReportSettings,
+    RunSettings,
+    TrainSettings,
+)
 from supertuner.config.settings.validation import ValidationSettings
 
 
@@ -55,10 +68,27 @@ class RunConfig(SettingsBlock):
     """The optimizer and its learning rate."""
     checkpoints: CheckpointSettings = CheckpointSettings()
     """When checkpoints are saved, and which one is resumed."""
+    exports: ExportSettings = ExportSettings()
+    """When the trained weights are written for other programs, and with which names."""
     validation: ValidationSettings = ValidationSettings()
     """Samples and the held-out loss."""
     report: ReportSettings = ReportSettings()
     """Where figures are reported during training."""
+
+    @property
+    def exports_when(self) -> str:
+        """`exports.when`, or its default for what is trained: whole models are large."""
+        return self.exports.when or ("end" if self.adapter.type == "full" else "checkpoints")
+
+    @property
+    def has_weight_average(self) -> bool:
+        """Whether the run averages its weights, by EMA or by its optimizer."""
+        return self.train.ema_decay is not None or self.optimizer.name == "schedule_free"
+
+    @property
+    def exports_both_weights(self) -> bool:
+        """Whether averaged and trained weights are exported."""
+        return self.exports.weights == "both" and self.has_weight_average
 
     def contradictions(self) -> Iterator[SettingsIssue]:
         seen = Counter(dataset.id for dataset in self.datasets if dataset.id)
@@ -79,7 +109,12 @@ class RunConfig(SettingsBlock):
         if self.train.ema_decay is not None and self.optimizer.name == "schedule_free":
             message = "schedule_free averages the weights too; two averages together react slowly"
             yield SettingsIssue("train.ema_decay", message)
+        yield from self._export_warnings()
         yield from self._untrained_expert_warnings()
+        family = self.model.family
+        if "guidance" in self.objective.model_fields_set and family and not FAMILIES[family].guidance_input:
+            message = f'has no effect: guidance is not an input of models of family "{family}"'
+            yield SettingsIssue("objective.guidance", message)
         caches = self.cache_config
         for index, dataset in enumerate(self.datasets):
             if (
@@ -89,6 +124,17 @@ class RunConfig(SettingsBlock):
                 yield SettingsIssue(
                     f"datasets[{index}].augmentations_cache_mode", "has no effect: cache_config turns all caches off"
                 )
+
+    def _export_warnings(self) -> Iterator[SettingsIssue]:
+        if self.exports.weights != "averaged" and not self.has_weight_average:
+            message = "has no effect: the run averages no weights (train.ema_decay is not set)"
+            yield SettingsIssue("exports.weights", message)
+        if self.adapter.type == "full" and "formats" in self.exports.model_fields_set:
+            message = "has no effect: all weights are trained, and are exported as folders for diffusers"
+            yield SettingsIssue("exports.formats", message)
+        if self.exports.when == "never":
+            for name in sorted(self.exports.model_fields_set - {"when"}):
+                yield SettingsIssue(f"exports.{name}", 'has no effect: exports.when is "never"')
 
     def _untrained_expert_warnings(self) -> Iterator[SettingsIssue]:
         """Warnings for settings of experts that do not exist or are not trained."""

@@ -1,13 +1,14 @@
-"""Settings of the run, the training loop, checkpoints and reports."""
+"""Settings of the run, the training loop, checkpoints, exports and reports."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from supertuner.config.settings.block import SettingsBlock, name_or_folder
+from supertuner.config.settings.block import SettingsBlock, SettingsIssue, name_or_folder
 
 _DEVICES = r"^(auto|cpu|(cuda|xpu|mps|npu|hpu)(:[0-9]{1,4})?)$"
 _DEVICE = {"allowed": '"auto", or a device such as "cpu", "cuda" or "cuda:1"'}
@@ -44,6 +45,9 @@ class TrainSettings(SettingsBlock):
     """Recompute activations in the backward pass instead of keeping them in memory."""
     max_grad_norm: Annotated[float | None, Field(gt=0)] = None
     """Clip gradients to this norm. Unset: no clipping."""
+    max_grad_value: Annotated[float | None, Field(gt=0)] = None
+    """Clip each element of the gradients to this absolute value. Unset: no clipping. Not together with
+    `max_grad_norm`."""
     ema_decay: Annotated[float | None, Field(gt=0, lt=1)] = None
     """Decay of an exponential moving average of the trained weights, which is then validated and exported. Unset: no
     average."""
@@ -52,6 +56,10 @@ class TrainSettings(SettingsBlock):
     weight."""
     device: Annotated[str, Field(pattern=_DEVICES, json_schema_extra=_DEVICE)] = "auto"
     """PyTorch device. "auto": a GPU if there is one, else the CPU."""
+
+    def contradictions(self) -> Iterator[SettingsIssue]:
+        if self.max_grad_norm is not None and self.max_grad_value is not None:
+            yield SettingsIssue("max_grad_value", "and max_grad_norm are both set: remove one", ("max_grad_norm",))
 
 
 class CheckpointSettings(SettingsBlock):
@@ -64,6 +72,20 @@ class CheckpointSettings(SettingsBlock):
     for the copy."""
     resume: Annotated[str, Field(min_length=1, json_schema_extra=name_or_folder("latest", "never"))] = "latest"
     """What an existing run resumes from: "latest", the folder of a checkpoint, or "never", which requires a new run."""
+
+
+class ExportSettings(SettingsBlock):
+    when: Literal["checkpoints", "end", "never"] | None = None
+    """When the trained weights are written for other programs, into `exports/step-NUMBER` of the run folder: with each
+    scheduled checkpoint, after the last step, or never. Unset: "checkpoints", and "end" if all weights are trained."""
+    formats: Annotated[tuple[Literal["diffusers", "comfyui", "kohya"], ...], Field(min_length=1)] = ("diffusers",)
+    """The programs whose key names the files have; each gets its own files. "diffusers": LoRA for diffusers, other
+    adapters for lycoris-lora. Has no effect if all weights are trained."""
+    keep: Annotated[int | None, Field(ge=1)] = None
+    """Number of most recent steps whose exports are kept. Unset: all."""
+    weights: Literal["averaged", "trained", "both"] = "averaged"
+    """With `train.ema_decay` or a schedule-free optimizer: export the average, the weights that are trained, or both.
+    Without an average, all three mean the trained weights."""
 
 
 class ReportSettings(SettingsBlock):

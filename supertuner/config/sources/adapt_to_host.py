@@ -16,22 +16,34 @@ from supertuner.config.settings.data import DatasetSettings
 from supertuner.config.settings.key_paths import KeyPath
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.settings.values import format_value
+from supertuner.config.sources.hub_datasets import hub_snapshot, missing_snapshot_message
 from supertuner.config.sources.provenance import Provenance
 from supertuner.core.errors import ConfigProblem
 from supertuner.core.events import WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.core.types import GIB
 
-
-def resolve_paths(values: Mapping[KeyPath, Provenance]) -> dict[KeyPath, Provenance]:
-    """The same values with absolute paths; a relative path is resolved from the folder of its source."""
-    return {key_path: _resolve_path(key_path, provenance) for key_path, provenance in values.items()}
+WRITTEN_FOLDERS = ("output_dir", "cache_dir", "home", "disk_home")
+"""Settings with folders that a run creates; all other paths are read."""
 
 
-def _resolve_path(key_path: KeyPath, provenance: Provenance) -> Provenance:
+def resolve_paths(
+    values: Mapping[KeyPath, Provenance], environ: Mapping[str, str] | None = None
+) -> dict[KeyPath, Provenance]:
+    """The same values with absolute paths.
+
+    A relative path is resolved from the folder of its source. If something to read is not there, but is in the working
+    folder, from which SimpleTuner and ai-toolkit resolve paths, that is used.
+    """
+    return {key_path: _resolve_path(key_path, provenance, environ or {}) for key_path, provenance in values.items()}
+
+
+def _resolve_path(key_path: KeyPath, provenance: Provenance, environ: Mapping[str, str]) -> Provenance:
     setting = key_paths.setting_at(key_path)
     if setting is None or not isinstance(provenance.value, str) or not provenance.value:
         return provenance
+    if key_path[-1] == "instance_data_dir" and (snapshot := hub_snapshot(provenance.value, environ)):
+        return replace(provenance, value=str(snapshot), hub_name=provenance.value)
     path = Path(os.path.expanduser(provenance.value))
     looks_like_path = provenance.value.startswith(("./", "../", "/", "~"))
     is_folder = setting.may_be_folder(provenance.value) and (
@@ -39,10 +51,12 @@ def _resolve_path(key_path: KeyPath, provenance: Provenance) -> Provenance:
     )
     if not (setting.is_path or is_folder):
         return provenance
+    folder = provenance.source.folder
+    is_read = str(key_path[-1]) not in WRITTEN_FOLDERS
+    if is_read and not path.is_absolute() and not os.path.lexists(folder / path) and os.path.lexists(path):
+        folder = Path.cwd()
     # without resolving symbolic links
-    return replace(
-        provenance, value=_normalize_path(provenance.source.folder / path), was_relative=not path.is_absolute()
-    )
+    return replace(provenance, value=_normalize_path(folder / path), was_relative=not path.is_absolute())
 
 
 def _normalize_path(path: Path) -> str:
@@ -67,6 +81,8 @@ def missing_paths(
             hint = f" ({provenance.error_hint()})" if provenance.error_hint() else ""
             written = written_values[key_path]
             text = f"{format_value(written.value)} is not {missing_kind}{_searched_hint(provenance, written)}{hint}"
+            if provenance.hub_name:
+                text = f"{missing_snapshot_message(provenance.hub_name)}{hint}"
             yield ConfigProblem(key_paths.format_path(key_path), text)
 
 
@@ -88,11 +104,12 @@ def _missing_kind(key_path: KeyPath, path: str) -> str:
 def _searched_hint(resolved: Provenance, written: Provenance) -> str:
     if resolved.value == written.value:
         return ""
-    return (
-        f" (looked in the folder of {resolved.source.name})"
-        if resolved.source.is_file
-        else f" (looked for {resolved.value})"
-    )
+    if not resolved.source.is_file:
+        return f" (looked for {resolved.value})"
+    folders = dict.fromkeys((str(resolved.source.folder), str(Path.cwd())))
+    if len(folders) == 1:
+        return f" (looked in the folder of {resolved.source.name})"
+    return f" (looked in the folder of {resolved.source.name} and in the working folder {Path.cwd()})"
 
 
 def resolve_for_host(config: RunConfig, host: HostFacts) -> tuple[RunConfig, list[WarningEvent], dict[KeyPath, str]]:

@@ -17,6 +17,7 @@ from supertuner.config.sources.translate import SourceTranslator
 from supertuner.core.errors import ConfigProblem
 
 VARIABLE_PREFIX = "SUPERTUNER_"
+NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 SETTING_BY_VARIABLE: Mapping[str, str] = {
     "SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "gh200_optimizations.enable_uvm_hints",
@@ -64,6 +65,16 @@ def environment_layers(environ: Mapping[str, str], folder: Path) -> Iterator[Con
         else:
             message = _unknown_variable_message(variable, tuple(by_variable))
             yield ConfigLayer(problems=[ConfigProblem(f"environment: {variable}", message)])
+
+
+def leave_nccl_errors_to_watchdog() -> None:
+    """Keep torch's NCCL thread from ending this process, unless the variable is set. Call it before torch creates the
+    process group, which reads the variable; it has no parameter for it.
+
+    If another rank is gone, that thread would abort this process with a trace of C++ (3, torch's default), possibly
+    before the watchdog has reported which rank it was. With 0 the watchdog ends the process.
+    """
+    os.environ.setdefault(NCCL_ERROR_HANDLING, "0")
 
 
 def strip_uvm_keys_for_torch() -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from supertuner.config.sources import environment, problems
 from supertuner.config.sources.parse import ConfigSyntaxError, check_plain_values, parse_bytes, read_bytes
 from supertuner.config.sources.provenance import ConfigLayer, ConfigSource, Provenance, build_tree, merge_layers
 from supertuner.config.sources.translate import SourceTranslator, iter_settings
-from supertuner.core.errors import ConfigError, ConfigProblem
+from supertuner.core.errors import ConfigError, ConfigNote, ConfigProblem
 from supertuner.core.events import WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.core.types import JSON
@@ -88,16 +88,16 @@ def load_config(
     environ = environment.current_environment() if environ is None else environ
     layers = list(_collect_layers(path, name, content, sets, overrides or {}, environ))
     written_values = merge_layers(layers)
-    resolved_values = resolve.resolve_paths(written_values)
+    resolved_values = resolve.resolve_paths(written_values, environ)
     config, found_problems = _validate(resolved_values)
     found_problems = [problem for layer in layers for problem in layer.problems] + found_problems
     path_problems = tuple(dict.fromkeys(resolve.missing_paths(written_values, resolved_values)))
     if check_paths:
         found_problems, path_problems = [*found_problems, *path_problems], ()
-    if found_problems or config is None:
-        raise ConfigError(name, list(dict.fromkeys(found_problems)))
-    config, host_warnings, changes = resolve.resolve_for_host(config, host or HostFacts())
     layer_warnings = [warning for layer in layers for warning in layer.warnings]
+    if found_problems or config is None:
+        raise ConfigError(name, _in_source_order(found_problems, layer_warnings, layers))
+    config, host_warnings, changes = resolve.resolve_for_host(config, host or HostFacts())
     notes = dict.fromkeys([*layer_warnings, *host_warnings, *resolve.settings_warnings(config)])
     settings = [key_path for key_path in resolved_values if key_paths.setting_at(key_path)]
     origins = {key_paths.format_path(key_path): resolved_values[key_path].origin_text() for key_path in settings}
@@ -106,6 +106,31 @@ def load_config(
         origins[setting] = f"{origins.get(setting, 'default')} ({change})"
     attachments = {file: data for layer in layers for file, data in layer.attachments.items()}
     return LoadedConfig(config, content, name, origins, tuple(notes), resolved_values, attachments, path_problems)
+
+
+def group_notes(warnings: Sequence[WarningEvent]) -> list[ConfigNote]:
+    """The warnings as notes; keys with the same message share one, at the place of the first."""
+    by_message: dict[str, list[str]] = {}
+    for warning in warnings:
+        by_message.setdefault(warning.message, []).append(warning.what)
+    return [ConfigNote(", ".join(dict.fromkeys(keys)), message) for message, keys in by_message.items()]
+
+
+def _in_source_order(
+    problems_found: Sequence[ConfigProblem], warnings: Sequence[WarningEvent], layers: Sequence[ConfigLayer]
+) -> list[ConfigProblem | ConfigNote]:
+    """Problems and notes together, in the order of their keys in the sources. Messages about the file as a whole come
+    first, those about keys that no source has come last."""
+    positions: dict[str, int] = {"": -1}
+    for layer in layers:
+        offset = len(positions)
+        for key, position in layer.key_order.items():
+            positions.setdefault(key, offset + position)
+    findings: list[ConfigProblem | ConfigNote] = [
+        *dict.fromkeys(problems_found),
+        *group_notes(list(dict.fromkeys(warnings))),
+    ]
+    return sorted(findings, key=lambda finding: positions.get(finding.path.partition(", ")[0], len(positions) << 1))
 
 
 def _read_source(source: Path | Mapping[str, JSON] | None) -> tuple[str, bytes]:

@@ -42,6 +42,8 @@ class Provenance:
     itself."""
     was_relative: bool = False
     """It is a path that was relative in the source."""
+    hub_name: str = ""
+    """`hub:owner/name`, if it is the folder of a dataset in the hub's cache."""
 
     def origin_text(self) -> str:
         """`run.json: train_batch_size (SimpleTuner)`."""
@@ -67,6 +69,8 @@ class ConfigLayer:
     """Lists that this layer sets as a whole; entries of lower layers are dropped."""
     attachments: dict[str, bytes] = field(default_factory=dict)
     """The content of further files that the source refers to, by name."""
+    key_order: dict[str, int] = field(default_factory=dict)
+    """Keys as messages name them, and the settings that they set → their position in the source."""
 
 
 def merge_layers(layers: list[ConfigLayer]) -> dict[KeyPath, Provenance]:

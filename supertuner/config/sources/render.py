@@ -43,7 +43,10 @@ def render_tree(tree: Mapping[str, JSON], language: ConfigLanguage) -> str:
 
 
 def _relative_to_folder(key_path: KeyPath, provenance: Provenance, folder: Path) -> Provenance:
-    """A path that was relative in its source, relative to `folder`; other values unchanged."""
+    """A path that was relative in its source, relative to `folder`; a dataset in the hub's cache by its name on the
+    hub; other values unchanged."""
+    if provenance.hub_name:
+        return replace(provenance, value=provenance.hub_name)
     if not provenance.was_relative:
         return provenance
     path = os.path.relpath(str(provenance.value), folder)

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TypeAlias
 
 from supertuner.config.dialects import conversions
 from supertuner.config.dialects import lycoris as lycoris_dialect
+from supertuner.config.dialects.ai_toolkit_other_keys import OTHER_TRAINING
 from supertuner.config.dialects.dialect_keys import AI_TOOLKIT, SIMPLETUNER, DialectKey
-from supertuner.config.dialects.key_tables import dataset_keys, detect_dialect, inherited_keys, run_keys
+from supertuner.config.dialects.host_defaults import differing_defaults
+from supertuner.config.dialects.key_tables import (
+    DATASET_LIST_KEYS,
+    JOB_ADAPTER,
+    dataset_keys,
+    detect_dialect,
+    inherited_keys,
+    run_keys,
+)
+from supertuner.config.dialects.other_programs import detect_other_program
 from supertuner.config.settings import key_paths
 from supertuner.config.settings.key_paths import KeyPath, format_path
 from supertuner.config.settings.values import coerce_text, format_value, parse_text
@@ -40,9 +51,13 @@ class SourceTranslator:
 
     def translate_file(self, tree: Block) -> ConfigLayer:
         """Translate a whole file."""
-        rest, prefix, dialect = self._unwrap_ai_toolkit_job(tree)
+        self._record_order(tree)
+        if program := detect_other_program(tree):
+            self._add_problem("", program.message)
+            return self.layer
+        rest, prefix, dialect = self._unwrap_job(tree)
         rest.pop("$schema", None)  # for editors
-        dataset_lists = {name: rest.pop(name) for name in _DATASET_LIST_KEYS if name in rest}
+        dataset_lists = {name: rest.pop(name) for name in DATASET_LIST_KEYS if name in rest}
         inherited_values = {name: rest.pop(name) for name in list(rest) if name.removeprefix("--") in inherited_keys()}
         lycoris_files = {name: rest[name] for name in _LYCORIS_KEYS if rest.get(name)}
         self._translate_block(rest, (), run_keys(), "", prefix)
@@ -53,7 +68,15 @@ class SourceTranslator:
             self._add_warning(f"{prefix}network", 'is missing, so all weights are trained: adapter.type "full"')
         self._translate_dataset_lists(dataset_lists, prefix, dialect)
         self._apply_inherited_values(inherited_values, prefix)
+        if dialect == AI_TOOLKIT or {"model_family", "--model_family"} & rest.keys():
+            self._note_other_defaults(dialect or SIMPLETUNER)
         return self.layer
+
+    def _note_other_defaults(self, dialect: str) -> None:
+        """Add a note about defaults of another program that differ from ours and that the file leaves out."""
+        settings = {format_path(path): provenance.value for path, provenance in self.layer.values.items()}
+        if message := differing_defaults(dialect, settings):
+            self._add_warning("defaults", message)
 
     def translate_value(self, key_path: KeyPath, value: JSON) -> ConfigLayer:
         """Translate one value at a path, from --set or code."""
@@ -79,19 +102,26 @@ class SourceTranslator:
             block, dataset_path = _nested_mapping(key_path[2:], value), key_path[:2]
             self._translate_block(block, dataset_path, dataset_keys(""), "", f"{format_path(dataset_path)}.")
 
-    def _unwrap_ai_toolkit_job(self, tree: Block) -> tuple[dict[str, JSON], str, str]:
-        """If the file is a job of ai-toolkit, its `config.process[0]`. Returns (settings, prefix of their keys,
-        dialect)."""
+    def _unwrap_job(self, tree: Block) -> tuple[dict[str, JSON], str, str]:
+        """The settings of a job of ai-toolkit (`config.process[0]`) or of SimpleTuner's web interface (`config`).
+
+        Returns (settings, prefix of their keys, dialect); for other files the tree itself.
+        """
         if "config" not in tree:
             return dict(tree), "", ""
         job = tree["config"]
         rest = {name: value for name, value in tree.items() if name != "config"}
         job_settings = dict(job) if isinstance(job, Mapping) else {}
+        if isinstance(tree.get("_metadata"), Mapping):
+            return job_settings, "config.", ""
         process = job_settings.pop("process", None)
         if isinstance(process, list) and len(process) == 1 and isinstance(process[0], Mapping):
             self._translate_block(rest, (), run_keys(), "", "")
             self._translate_block(job_settings, (), run_keys(), "", "config.")
-            return dict(process[0]), "config.process[0].", AI_TOOLKIT
+            settings, prefix = dict(process[0]), "config.process[0]."
+            if settings.pop(JOB_ADAPTER, None):
+                self._add_problem(prefix + JOB_ADAPTER, f"ai-toolkit's adapter block {OTHER_TRAINING}")
+            return settings, prefix, AI_TOOLKIT
         shape = "a block with a list `process` of one block"
         self._add_problem("config", f"{format_value(job)} is not a job of ai-toolkit: {shape}")
         return rest, "", ""
@@ -140,14 +170,18 @@ class SourceTranslator:
         self, key: DialectKey, value: JSON, block: Block, dataset_path: KeyPath, source_key: str, implied: bool = False
     ) -> None:
         """Apply the conversion of a dialect's key. `dataset_path` is the dataset that contains it, or ()."""
-        if key.convert is None:
-            self._add_warning(source_key, key.ignored_reason)
-            return
         # SimpleTuner's files hold command-line arguments, so that any value may be quoted text
         is_command_line = key.dialect == SIMPLETUNER and not dataset_path
         text = value if isinstance(value, str) and (self._source.is_text or is_command_line) else None
         parsed = parse_text(text) if text is not None else value
-        for outcome in key.convert(parsed, block):
+        if key.convert is None:
+            if not key.is_off(parsed):
+                (self._add_problem if key.is_refused else self._add_warning)(source_key, key.reason)
+            return
+        outcomes = list(key.convert(parsed, block))
+        if key.approximation and any(isinstance(outcome, conversions.SettingValue) for outcome in outcomes):
+            outcomes.append(conversions.ConversionNote(key.approximation))
+        for outcome in outcomes:
             self._apply_outcome(outcome, key.dialect, dataset_path, source_key, (parsed, text), implied)
 
     def _apply_outcome(
@@ -185,11 +219,13 @@ class SourceTranslator:
         if setting.is_path and value == "":
             self._add_problem(source_key, "is empty; set a path, or remove it")
             return
+        order = self.layer.key_order
+        order.setdefault(format_path(path), order.get(self._qualified_key(source_key), len(order)))
         provenance = Provenance(value, self._source, source_key, dialect, implied)
         existing = self.layer.values.get(path)
         if existing is None or (existing.is_implied and not implied):
             self.layer.values[path] = provenance
-        elif existing.value != value and existing.is_implied:
+        elif existing.value != value and existing.is_implied and path != ("cache_config", "cache_dir"):
             both = f"both set {format_path(path)}"
             self._add_warning(source_key, f"has no effect: {existing.source_key} overrides it, {both}")
         elif existing.value != value and not implied:
@@ -228,6 +264,7 @@ class SourceTranslator:
         if source_and_tree is not None:
             outer_source = self._source
             self._source, tree = source_and_tree
+            self._record_order(tree)
             self._translate_dataset_entries(tree, "", SIMPLETUNER)
             self._source = outer_source
 
@@ -241,6 +278,7 @@ class SourceTranslator:
             return
         outer_source = self._source
         self._source, tree = source_and_tree
+        self._record_order(tree)
         if isinstance(tree, Mapping):
             for name, outcome in lycoris_dialect.convert_lycoris_config(tree):
                 self._apply_outcome(outcome, SIMPLETUNER, (), name, (tree.get(name), None), False)
@@ -253,7 +291,13 @@ class SourceTranslator:
         if not isinstance(value, str) or not value:
             self._add_problem(source_key, f"{format_value(value)} is not the path of a file")
             return None
-        path = self._source.folder / os.path.expanduser(value)
+        folders = dict.fromkeys((self._source.folder, Path.cwd()))
+        candidates = [folder / os.path.expanduser(value) for folder in folders]
+        path = next((candidate for candidate in candidates if candidate.exists()), candidates[0])
+        if not path.exists() and len(set(candidates)) > 1:
+            tried = " and ".join(map(str, candidates))
+            self._add_problem(source_key, f"{format_value(value)} does not exist; looked for {tried}")
+            return None
         try:
             content = read_bytes(path)
             tree = parse_bytes(content, path.name)
@@ -306,6 +350,16 @@ class SourceTranslator:
                 dataset_path = ("datasets", index)
                 self._translate_dialect_key(key, value, block, dataset_path, prefix + source_key, implied=True)
 
+    def _record_order(self, node: JSON, source_key: str = "") -> None:
+        """Remember the order of all keys of a source, for the order of messages."""
+        self.layer.key_order.setdefault(self._qualified_key(source_key), len(self.layer.key_order))
+        if isinstance(node, Mapping):
+            for name, inner in node.items():
+                self._record_order(inner, f"{source_key}.{name}".lstrip("."))
+        elif isinstance(node, list):
+            for index, inner in enumerate(node):
+                self._record_order(inner, f"{source_key}[{index}]")
+
     def _add_problem(self, source_key: str, message: str) -> None:
         self.layer.problems.append(ConfigProblem(self._qualified_key(source_key), message))
 
@@ -319,7 +373,6 @@ class SourceTranslator:
 
 
 _LYCORIS_KEYS = ("lycoris_config", "--lycoris_config")
-_DATASET_LIST_KEYS = ("datasets", "dataset", "data_backend", "data_backend_config", "--data_backend_config")
 
 
 def _dataset_path(key_path: KeyPath) -> KeyPath:

@@ -9,6 +9,7 @@ import pytest
 from supertuner.config.dialects.conversions import SettingValue
 from supertuner.config.dialects.key_tables import DATASET_KEYS, RUN_KEYS, dataset_keys
 from supertuner.config.settings import key_paths
+from supertuner.core.errors import ConfigError
 
 SIMPLETUNER = {
     "--data_backend_config": "datasets/multi.json",
@@ -27,7 +28,7 @@ SIMPLETUNER = {
     "--resolution": 1.0,
     "--resolution_type": "area",
     "--caption_dropout_probability": 0.1,
-    "--push_to_hub": "false",
+    "--push_to_hub": "true",
 }
 BACKENDS = [
     {
@@ -115,12 +116,12 @@ def test_keys_without_effect_produce_notes(simpletuner):
     assert "nothing is uploaded" in notes["--push_to_hub"]
     assert notes["multi.json: [2]"] == "is disabled and not used"
     assert "describes a cache" in notes["multi.json: [3]"]
-    assert "sets cache_config.cache_dir" in notes["multi.json: [0].cache_dir_vae"]
+    assert "cache_config.cache_dir" in notes["multi.json: [0].cache_dir_vae"]
 
 
 def test_an_error_in_the_dataset_file_names_that_file_and_its_key(refuse, tmp_path):
     (tmp_path / "multi.json").write_text('[{"id": "a", "probability": "often", "captoin_strategy": "textfile"}]')
-    unknown, value = refuse({"data_backend_config": "multi.json"})
+    value, unknown = refuse({"data_backend_config": "multi.json"})
     assert unknown == "multi.json: [0].captoin_strategy: not a setting; did you mean caption_strategy?"
     assert value.startswith('datasets[0].weight: "often" is not allowed; allowed: a number above 0')
     assert value.endswith("(written as [0].probability in multi.json)")
@@ -128,7 +129,70 @@ def test_an_error_in_the_dataset_file_names_that_file_and_its_key(refuse, tmp_pa
 
 def test_a_missing_dataset_file_is_an_error_at_its_key(refuse):
     (problem,) = refuse({"data_backend_config": "none.json"})
-    assert problem.startswith("data_backend_config: there is no file")
+    assert problem.startswith('data_backend_config: "none.json" does not exist; looked for ')
+
+
+def test_a_key_without_meaning_here_that_asks_for_nothing_produces_no_note(load_text):
+    asking = {"push_to_hub": True, "controlnet": False, "ramtorch": True, "validation_guidance_rescale": 0.7}
+    silent = {"push_to_hub": False, "controlnet": False, "ramtorch": "false", "validation_guidance_rescale": "0.0"}
+    assert [note.what for note in load_text(asking).notes] == ["push_to_hub", "ramtorch", "validation_guidance_rescale"]
+    assert load_text(silent).notes == ()
+
+
+def test_a_key_that_would_train_something_else_is_refused(refuse, load_text):
+    assert "ControlNets and control channels are not trained here" in refuse({"controlnet": True})[0]
+    assert "distillation is not trained here" in refuse({"distillation_method": "lcm"})[0]
+    job = "config: {process: [{type: slider, adapter: {type: ip}, model: {name_or_path: a/b, arch: flux}}]}"
+    adapter, process = sorted(refuse(job, "job.yaml"))
+    assert adapter.startswith("config.process[0].adapter: ai-toolkit's adapter block is not available")
+    assert process.startswith('config.process[0].type: process "slider" of ai-toolkit is not available here yet')
+    assert not load_text({"distillation_method": None, "twinflow_enabled": False}).notes
+
+
+def test_a_key_that_acts_approximately_has_a_note_that_says_how(load_text):
+    (note,) = load_text({"train": {"snr_gamma": 5.0}}).notes
+    assert (note.what, "here the weight is at most 1" in note.message) == ("train.snr_gamma", True)
+    assert load_text({"train": {"snr_gamma": None}}).notes == ()
+
+
+def test_notes_stand_beside_errors_in_the_order_of_the_file(tmp_path, load_text):
+    (tmp_path / "multi.json").write_text('[{"id": "a", "crop": false, "captoin_strategy": "textfile"}]')
+    tree = {
+        "ramtorch": True,
+        "learning_rate": "fast",
+        "push_to_hub": True,
+        "data_backend_config": "multi.json",
+        "model_famly": "flux",
+        "hub_model_id": "someone/else",
+    }
+    with pytest.raises(ConfigError) as caught:
+        load_text(tree)
+    lines = str(caught.value).splitlines()
+    assert [line.split(": ")[:2] for line in lines[1:5]] == [
+        ["  note", "ramtorch"],
+        ["  error", "optimizer.learning_rate"],
+        ["  note", "push_to_hub, hub_model_id"],
+        ["  error", "model_famly"],
+    ]
+    assert lines[5].startswith("  note: multi.json: [0].crop: ")
+    assert lines[6].startswith("  error: multi.json: [0].captoin_strategy: not a setting; did you mean caption_strat")
+    assert lines[7] == "3 errors; nothing was started"
+    assert [note.path for note in caught.value.notes] == [
+        "ramtorch",
+        "push_to_hub, hub_model_id",
+        "multi.json: [0].crop",
+    ]
+
+
+def test_a_file_names_the_defaults_of_its_program_that_differ_here(load_text):
+    tree = {"model_family": "sdxl", "learning_rate": 1e-4, "train_batch_size": 2, "max_grad_norm": 1.0}
+    (note,) = [note for note in load_text(tree).notes if note.what == "defaults"]
+    assert note.message.endswith("set train.gradient_checkpointing true, adapter.dropout 0.1")
+    (note,) = [note for note in load_text({"model_family": "flux"}).notes if note.what == "defaults"]
+    assert "train.max_grad_value 2.0" in note.message and "objective.shift 3.0" in note.message
+    complete = {**tree, "gradient_checkpointing": True, "lora_dropout": 0.1}
+    assert not [note for note in load_text(complete).notes if note.what == "defaults"]
+    assert load_text({"train": {"lr": 1e-4}}).notes == ()
 
 
 def test_backends_that_are_not_supported_are_refused_with_the_remedy(refuse):
@@ -276,7 +340,7 @@ def test_every_row_of_the_tables_sets_an_existing_setting_or_has_a_reason():
     for scope, rows in (((), RUN_KEYS), (("datasets", 0), DATASET_KEYS)):
         for row in rows:
             if row.convert is None:
-                assert row.ignored_reason, row
+                assert row.reason, row
                 continue
             block = {"caption_strategy": "instanceprompt", "instance_prompt": "x", row.key: 1}
             targets = [o.target for v in samples for o in row.convert(v, block) if isinstance(o, SettingValue)]
