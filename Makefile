@@ -1,6 +1,7 @@
 # One command per task. `make help` lists them; the other commands run `make setup` first.
 
 PYTHON ?=
+TORCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -10,8 +11,8 @@ BIN := $(VENV)/bin
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup:  ## Create .venv with all dependencies; instant if nothing changed (PYTHON=python3.12 selects another Python)
-	@PYTHON="$(PYTHON)" scripts/setup.sh $(VENV)
+setup:  ## Create .venv with all dependencies; instant if nothing changed (PYTHON=python3.12 selects another Python, TORCH=cpu or cuda a build of torch)
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" scripts/setup.sh $(VENV)
 
 quickstart: setup  ## Train both experts of a tiny Wan2.2 on drawn shapes, and compare samples before and after (minutes)
 	@$(BIN)/supertuner quickstart
@@ -37,9 +38,9 @@ docs: setup  ## Build the documentation site in build/site; broken links and ref
 wheel: setup  ## Build sdist and wheel in dist/, install the wheel into an empty environment and try it
 	@scripts/try_wheel.sh $(BIN)/python dist
 
-bench: setup  ## Run the benchmarks, which print speed as ratios to peers (minutes); BENCH="gather" runs only that one
+bench: setup  ## Run the benchmarks and record their figures (minutes); BENCH="gather" runs only that one, BENCH=--outdated those older than their code
 	@scripts/setup_bench.sh $(VENV) .venv-bench
-	@.venv-bench/bin/python benchmarks/run.py $(BENCH)
+	@.venv-bench/bin/python benchmarks/run.py --record $(BENCH)
 
 baseline-check: setup  ## Compare the quickstart's training with a plain loop, by the ratios in baseline/ (minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/baseline_quickstart.py

@@ -47,7 +47,8 @@ def doctor(
 ) -> None:
     """Check this machine: GPU, driver, torch, memory, environment, allocations beyond GPU memory; print remedies.
 
-    Exits with 0 also if there is no GPU; with 1 if a requirement is not met or memory returned wrong values.
+    Exits with 0 also if there is no GPU; with 1 if a requirement is not met, if there is a GPU but a CPU-only torch, or
+    if memory returned wrong values.
     """
     from supertuner.config.sources.environment import current_environment
     from supertuner.core.host import HostFacts
@@ -55,6 +56,7 @@ def doctor(
     from supertuner.tools.doctor import doctor_report as reports
     from supertuner.tools.doctor.examination import examine_machine
     from supertuner.tools.doctor.requirements import parse_requirements, unmet_requirements
+    from supertuner.tools.doctor.software_checks import CUDA_TORCH_REMEDY
 
     requirements = parse_requirements(require) if require is not None else ()
     report_path = report or (None if as_json else Path(reports.DEFAULT_NAME))
@@ -73,7 +75,10 @@ def doctor(
         page.end(examination.checks, report_path)
     for line in unmet:
         typer.echo(f"not met: {line}", err=True)
-    if unmet or examination.memory_corrupted:
+    if examination.torch_ignores_gpu:
+        torch = examination.torch.version
+        typer.echo(f"torch {torch} is a CPU build, and this machine has a GPU: {CUDA_TORCH_REMEDY}", err=True)
+    if unmet or examination.torch_ignores_gpu or examination.memory_corrupted:
         raise typer.Exit(1)
 
 

@@ -36,6 +36,12 @@ class DoctorFindings:
         return self.snapshot.torch
 
     @property
+    def torch_ignores_gpu(self) -> bool:
+        """Whether there is a GPU and a torch that was built without support for any; training would use the CPU."""
+        torch = self.torch
+        return bool(self.facts.gpus) and torch.problem is None and torch.cuda is None and torch.hip is None
+
+    @property
     def memory_corrupted(self) -> bool:
         """Whether memory returned other values than were written; such a machine must not be used for training."""
         return isinstance(self.allocation, AllocationTestResult) and bool(self.allocation.wrong_values)

@@ -12,7 +12,10 @@ from supertuner.tools.doctor.check_result import CheckResult, absent, bad, good,
 from supertuner.tools.doctor.system_snapshot import SettingVariable, SystemSnapshot
 
 TORCH, ENVIRONMENT, PARTS = "torch", "environment", "SuperTuner"
-CUDA_TORCH_REMEDY: Final = "`pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130`"
+CUDA_TORCH_REMEDY: Final = (
+    "`make setup TORCH=cuda`, or without a clone "
+    "`pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130`"
+)
 SOURCE_SCRIPT_REMEDY: Final = "`. scripts/setup_gh200_env.sh`"
 
 
@@ -42,7 +45,10 @@ def check_torch(snapshot: SystemSnapshot) -> CheckResult:
     version = snapshot.facts.driver_version
     if version is not None and version // 1000 < int(facts.cuda.split(".")[0]):
         finding = f"{text}: newer than the driver (CUDA {version // 1000}), so it sees no GPU"
-        remedy = f"install a newer driver, or a torch for this one: {CUDA_TORCH_REMEDY.replace('cu130', 'cu126')}"
+        remedy = (
+            "install a newer driver (branch 580 for CUDA 13), or a torch for this one: "
+            "`pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126`"
+        )
         return bad(TORCH, "torch", finding, remedy)
     remedy = 'run `python -c "import torch; torch.cuda.init()"` for the reason, and check CUDA_VISIBLE_DEVICES'
     return bad(TORCH, "torch", f"{text}: sees no GPU, although the driver lists one", remedy)

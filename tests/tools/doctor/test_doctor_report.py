@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from supertuner.cli import app
@@ -151,6 +152,9 @@ def test_a_folder_that_is_not_writable_is_refused(tmp_path: Path) -> None:
 
 # ---- the command
 
+BESIDE_A_GPU = 0 if torch.version.cuda else 1
+"""The exit code of a doctor that found a GPU and nothing else: 1 with a CPU-only torch."""
+
 
 def doctor(
     *arguments: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, command: str = ""
@@ -175,7 +179,7 @@ def test_without_a_gpu_a_report_is_written_and_unmet_requirements_are_printed(tm
 
 def test_on_the_fake_driver_the_allocation_test_runs_and_is_reported(tmp_path: Path) -> None:
     done = doctor("--report", "mine.json", env=environment("gh200"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == BESIDE_A_GPU, done.stderr
     assert "96.0 MiB of managed memory on a GPU with 64.0 MiB: filled, 48 of 48 blocks" in done.stdout
     written = json.loads((tmp_path / "mine.json").read_text())
     assert not (tmp_path / "gh200_diagnostic_report.json").exists()
@@ -192,7 +196,7 @@ def test_json_prints_the_report_and_writes_no_file(profile: str, driver: int, tm
     done = doctor("--json", "--require", "batch-calls", env=environment(profile, driver=driver), cwd=tmp_path)
     printed = json.loads(done.stdout)
     assert list(tmp_path.iterdir()) == []
-    assert done.returncode == (0 if driver >= 13000 else 1)
+    assert done.returncode == (BESIDE_A_GPU if driver >= 13000 else 1)
     assert printed["requirements"]["unmet"] == (
         [] if driver >= 13000 else ["batch-calls: a driver for CUDA 13 or newer"]
     )
@@ -202,16 +206,23 @@ def test_json_prints_the_report_and_writes_no_file(profile: str, driver: int, tm
         assert "one pool" in allocation["limited"]
 
 
+@pytest.mark.requires(torch.version.cuda is None, reason="this torch is a CUDA build")
+def test_a_gpu_beside_a_cpu_only_torch_fails_loudly(tmp_path: Path) -> None:
+    done = doctor("--skip-allocation", env=environment("gh200"), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "is a CPU build, and this machine has a GPU: `make setup TORCH=cuda`" in done.stderr
+
+
 def test_a_gpu_without_managed_memory_has_no_allocation_test(tmp_path: Path) -> None:
     done = doctor("--json", env=environment("no_uvm"), cwd=tmp_path)
-    assert done.returncode == 0
+    assert done.returncode == BESIDE_A_GPU
     assert "no managed memory" in json.loads(done.stdout)["allocation"]["not_made"]
 
 
 def test_a_driver_error_in_the_allocation_test_is_a_finding(tmp_path: Path) -> None:
     env = environment("gh200", faults="cuMemsetD8Async=1@5x1")
     done = doctor("--json", "--require", "allocation", env=env, cwd=tmp_path)
-    assert done.returncode == 1 and done.stderr.startswith("not met: allocation: ")
+    assert done.returncode == 1 and "not met: allocation: " in done.stderr
     found = json.loads(done.stdout)
     assert found["allocation"]["passed"] is False and "CUDA_ERROR_INVALID_VALUE" in found["allocation"]["problem"]
 
@@ -219,7 +230,7 @@ def test_a_driver_error_in_the_allocation_test_is_a_finding(tmp_path: Path) -> N
 @pytest.mark.parametrize(("call", "group"), [("cuDeviceGetName", "GPU"), ("cuMemGetInfo", "allocation")])
 def test_a_failing_driver_call_is_a_finding_and_the_other_checks_run(call: str, group: str, tmp_path: Path) -> None:
     done = doctor("--json", env=environment("gh200", faults=f"{call}=999@1x99"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode in (0, 1), done.stderr
     failed = [check for check in json.loads(done.stdout)["checks"] if "CUDA_ERROR_UNKNOWN" in check["finding"]]
     assert group in {check["group"] for check in failed}
 
