@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial as partial_call
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from supertuner.config.families import expert_names
+from supertuner.config.families import expert_names, later_experts
 from supertuner.core.errors import ModelError
 from supertuner.core.types import JSON
 from supertuner.models.adapters.keys_schemes import KEY_SCHEMES, KeyScheme
@@ -184,12 +186,12 @@ def convert(
 
 
 def export(
-    path: PathLike,
+    source: PathLike,
     program: str,
     out: PathLike | None = None,
     *,
+    base: PathLike | None = None,
     family: str | None = None,
-    expert: str | None = None,
     partial: bool = False,
     overwrite: bool = False,
 ) -> list[AdapterConversion]:
@@ -198,27 +200,83 @@ def export(
     Either all files are written or none.
 
     Args:
-        path: The .safetensors file.
-        program: "diffusers" or "comfyui".
-        out: The new file. None: beside `path`. The name of the expert is added if there are several.
+        source: A run folder (its newest step), `RUN@STEP`, the folder of a checkpoint or of an export, or a
+            .safetensors file.
+        program: "diffusers", "comfyui" or "kohya".
+        out: The new file, or an existing folder for it. None: beside a file, or `exports/PROGRAM` of the run. The name
+            of the expert is added if there are several.
+        base: The folder of the base model's pipeline, which a DoRA for ComfyUI needs; that of a run is known.
         family: The model family, if the names of the layers fit several.
-        expert: The expert, if neither the keys nor the file name show it.
         partial: Leave out unknown keys instead of raising ModelError.
         overwrite: Replace existing files.
 
     Raises:
-        ModelError: The file is damaged or has unknown keys; the program cannot load this kind of adapter; or a file
-            exists.
+        ModelError: The file is damaged or has unknown keys; the program cannot load this kind of adapter; a file
+            exists; or the run has no such step.
+        RunFolderError: `source` is a folder, and not that of a run.
     """
-    from supertuner.train.export.adapter_export import export_adapter
+    from supertuner.train.export.run_adapters import denoiser_weight_files, is_run_source, open_run_adapter
 
-    file = open_adapter_file(path, family=family, expert=expert, partial=partial)
     target = None if out is None else Path(out)
-    scheme, counts = export_adapter(file, program, target, overwrite=overwrite, family=family)
-    reading = file.reading
+    with ExitStack() as stack:
+        paths, base_files = [Path(source)], None
+        if is_run_source(os.fspath(source)):
+            adapter = stack.enter_context(open_run_adapter(os.fspath(source)))
+            paths, base_files = list(adapter.files), adapter.base_weight_files
+            if target is None:
+                target = adapter.export_folder(program)
+        if base is not None:
+            base_files = partial_call(denoiser_weight_files, Path(base))
+        files = [open_adapter_file(path, family=family, partial=partial) for path in paths]
+        return _export_files(files, program, target, base_files, overwrite, family)
+
+
+def loading_hint(exported: Sequence[AdapterConversion], program: str) -> str:
+    """How the program loads the files that `export` wrote for it."""
+    if program == "diffusers":
+        later = later_experts()
+        calls = []
+        for done in exported:
+            component = next(
+                (part for name, part in later.items() if done.path.stem.endswith(f"_{name}.diffusers")), ""
+            )
+            flag = f", load_into_{component}=True" if component else ""
+            calls.append(f'    pipe.load_lora_weights("{done.path}"{flag})')
+        return "\n".join(["load them in Python:" if len(calls) > 1 else "load it in Python:", *calls])
+    if program == "comfyui":
+        where = "put it into ComfyUI/models/loras, and load it with the node LoraLoaderModelOnly after the model"
+        if len(exported) > 1:
+            where = (
+                "put them into ComfyUI/models/loras, and load each with a node LoraLoaderModelOnly of its own, after "
+                "the model of its expert (the name of the file says which)"
+            )
+        return where
+    return "kohya's sd-scripts and musubi-tuner take these files as --network_weights"
+
+
+def _export_files(
+    files: Sequence[AdapterFile],
+    program: str,
+    out: Path | None,
+    base_files: Callable[[AdapterFile], Sequence[Path]] | None,
+    overwrite: bool,
+    family: str | None,
+) -> list[AdapterConversion]:
+    from supertuner.train.export.adapter_export import export_adapters, needs_base_weights
+    from supertuner.train.export.comfyui_dora import file_magnitude_factors
+
+    sources = [
+        (file, file_magnitude_factors(file, base_files(file)))
+        if base_files is not None and needs_base_weights(file, program)
+        else (file, None)
+        for file in files
+    ]
+    exported = export_adapters(sources, program, out, overwrite=overwrite, family=family)
     return [
-        AdapterConversion(exported, count, reading.scheme.name, scheme.name, reading.summary())
-        for exported, count in counts.items()
+        AdapterConversion(
+            done.path, done.tensors, done.source.reading.scheme.name, done.scheme.name, done.source.reading.summary()
+        )
+        for done in exported
     ]
 
 

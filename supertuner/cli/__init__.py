@@ -21,9 +21,11 @@ from supertuner.cli import (
     estimate,
     quickstart,
     run,
+    sample,
     train,
 )
 from supertuner.core.errors import ConfigError, SuperTunerError
+from supertuner.core.interrupts import interrupts_win
 from supertuner.core.types import escape_lines
 
 TRAIN_EXTRA_MODULES = frozenset(
@@ -37,7 +39,7 @@ TRAIN_EXTRA_MODULES = frozenset(
 
 OPTION_BY_PARAMETER = {
     "overwrite": "--force",
-    **{name: f"--{name}" for name in ("expert", "family", "machine", "out", "partial")},
+    **{name: f"--{name}" for name in ("base", "expert", "family", "image", "machine", "model", "out", "partial")},
 }
 """Parameters of the API that messages of errors name, and the options with the same meaning."""
 
@@ -50,7 +52,7 @@ app = typer.Typer(
 )
 for command in (
     quickstart.quickstart, train.train, estimate.estimate, data.stage, data.preview, data.sample_data, run.validate,
-    doctor.doctor, doctor.env,
+    sample.sample, doctor.doctor, doctor.env,
 ):  # fmt: skip
     app.command()(command)
 for group in (config, arena, cache, run, checkpoint, adapter, baseline):
@@ -83,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command with these arguments, by default those of the process. Errors of users are printed as a message,
     never as a traceback."""
     try:
-        app(arguments)
+        with interrupts_win():
+            app(arguments)
     except SuperTunerError as error:
         if not _is_reported_by_first_rank(error):
             typer.echo(escape_lines(with_options(str(error))), err=True)

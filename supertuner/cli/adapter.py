@@ -63,21 +63,34 @@ def convert(
 
 @app.command()
 def export(
-    file: AdapterFileArgument,
-    program: Annotated[str, typer.Option("--for", help="diffusers or comfyui.", metavar="PROGRAM")],
-    out: OutOption = None,
-    expert: ExpertOption = None,
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A run folder (its newest step), RUN@STEP, the folder of a checkpoint, or a .safetensors file.",
+            metavar="RUN|RUN@STEP|CHECKPOINT|FILE",
+        ),
+    ],
+    program: Annotated[str, typer.Option("--for", help="diffusers, comfyui or kohya.", metavar="PROGRAM")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="File or folder. Default: beside FILE, or exports/PROGRAM of RUN.", metavar="PATH"),
+    ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option("--base", help="The base model's pipeline; only for a DoRA FILE for ComfyUI.", metavar="FOLDER"),
+    ] = None,
     family: FamilyOption = None,
     partial: PartialOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Write an adapter for a program: one file per expert, with the key names that the program reads."""
+    """Write an adapter for a program: one file per expert, with the key names that the program reads. Of a run,
+    everything needed is known."""
     from supertuner.api import adapters
 
-    exported = adapters.export(file, program, out, family=family, expert=expert, partial=partial, overwrite=force)
+    exported = adapters.export(source, program, out, base=base, family=family, partial=partial, overwrite=force)
     for done in exported:
-        typer.echo(f"{done.path}: {done.tensors} tensors for {program}")
-    typer.echo(exported[0].summary)
+        typer.echo(f"{done.path}: {done.tensors} tensors for {program}; {done.summary}")
+    typer.echo(adapters.loading_hint(exported, program))
 
 
 @app.command()

@@ -1,37 +1,78 @@
-"""Loads components of a pipeline: frozen, complete, aligned, and without changing the global random state."""
+"""Loads components of a pipeline: frozen, complete, aligned, and without changing the global random state.
+
+The libraries map .safetensors files into memory. A tensor that has the requested number format stays in the mapping
+until it is placed, one tensor or layer at a time. So a module on its way to a GPU is not in host memory as a whole.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
+from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from supertuner.core.errors import ModelError
+from supertuner.core.interrupts import interrupts_win
 from supertuner.models.library_guards import quiet_libraries
 from supertuner.models.meta_modules import PlaceholderTokenizer, build_without_weights
 from supertuner.models.pipeline_files import pipeline_folder, weight_files
-from supertuner.models.spec import Expert, ModelDescription
+from supertuner.models.spec import Expert, ModelDescription, ModelSource
 
 TRUSTED_LIBRARIES: Final = ("diffusers", "transformers")
 """Libraries whose classes may be loaded: an index can name any module, and importing it would run its code."""
 
+STORED_FORMATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating-point formats by their names in .safetensors headers."""
+
 SCALE_SUFFIXES: Final = (".scale_weight", ".weight_scale", ".scale_input", "scaled_fp8")
 """Endings of the tensors in which other programs store the scales of fp8 weights."""
 
+PlaceWeights: TypeAlias = Callable[[nn.Module], object]
+"""Replaces every tensor of a loaded module, which may be mapped from a file, by a copy in memory."""
 
-def load_denoiser(model: ModelDescription, expert: Expert, dtype: torch.dtype) -> nn.Module:
+
+def place_tensors(module: nn.Module, device: torch.device, *, recurse: bool = True) -> None:
+    """Copy each tensor into newly allocated memory of a device, one after the other, so that only one exists twice.
+
+    `recurse`: also those of submodules. Memory mapped from a .safetensors file may start at any address, and CPU
+    kernels round differently on unaligned data: equal weights would give results that differ in the last bits from one
+    load to the next. On the way to a GPU a tensor is copied first as well: copies from a file mapping to a GPU have
+    been reported to hang on hosts with pages of 64 KiB.
+    """
+    for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
+        aligned = tensor.data.clone() if tensor.device.type == "cpu" else tensor.data
+        tensor.data = aligned.to(device)
+
+
+def to_device(device: torch.device) -> PlaceWeights:
+    """Places all tensors on a device."""
+    return partial(place_tensors, device=device)
+
+
+ON_HOST: Final = to_device(torch.device("cpu"))
+
+
+def load_denoiser(
+    model: ModelDescription, expert: Expert, dtype: torch.dtype, place: PlaceWeights = ON_HOST
+) -> nn.Module:
     """The module of an expert."""
-    return load_module(model, expert.component, dtype)
+    return load_module(model, expert.component, dtype, place)
 
 
-def load_module(model: ModelDescription, component: str, dtype: torch.dtype) -> nn.Module:
-    """A component with weights: on the CPU, in eval mode, frozen.
+@interrupts_win()
+def load_module(
+    model: ModelDescription, component: str, dtype: torch.dtype, place: PlaceWeights = ON_HOST
+) -> nn.Module:
+    """A component with weights: in eval mode, frozen, in the memory where `place` puts it.
 
     Submodules that its class keeps in fp32 (norms, time embeddings) are fp32 whatever `dtype` is. Raises ModelError if
     a file is damaged, incomplete or of another class.
@@ -53,9 +94,9 @@ def load_module(model: ModelDescription, component: str, dtype: torch.dtype) -> 
         except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, ImportError) as error:
             # An unsuitable config fails in any of these ways.
             raise ModelError(f"{where} cannot be loaded as {component_class.__name__}: {_first_line(error)}") from error
-        align_tensors(loaded)
-    require_values(loaded, f"{where}")
-    return loaded.eval().requires_grad_(False)
+        require_values(loaded, f"{where}")
+        place(loaded.eval().requires_grad_(False))
+    return loaded
 
 
 def require_values(module: nn.Module, source: str) -> None:
@@ -63,6 +104,34 @@ def require_values(module: nn.Module, source: str) -> None:
     tensors = (*module.named_parameters(), *module.named_buffers())
     if empty := next((name for name, tensor in tensors if tensor.is_meta), None):
         raise ModelError(f"{source} was not loaded completely: {empty} has no values; start again, and report this")
+
+
+def copied_bytes(source: ModelSource, component: str, dtype: torch.dtype) -> int | None:
+    """Bytes of host memory that loading a component in `dtype` takes beside the mapped files; None: its files are not
+    on this machine.
+
+    The libraries copy a tensor whose stored number format differs; others stay mapped. From a single file, diffusers
+    makes a module in fp32.
+    """
+    try:
+        folder = pipeline_folder(replace(source, offline=True), (component,))
+        files = weight_files(source, folder, component)
+        tensors = [entry for file in files for entry in _stored_tensors(file)]
+    except (ModelError, OSError, SafetensorError):
+        return None  # loading reports what is missing or damaged
+    requested = torch.float32 if component in source.single_files else dtype
+    return sum(count * requested.itemsize for count, stored in tensors if stored is not requested)
+
+
+def _stored_tensors(file: Path) -> list[tuple[int, torch.dtype]]:
+    """Number of elements and number format of each floating-point tensor in a file, from its header alone."""
+    with safe_open(file, framework="pt") as weights:
+        slices = [weights.get_slice(name) for name in weights.keys()]  # noqa: SIM118 (it is not a mapping)
+        return [
+            (prod(one.get_shape()), STORED_FORMATS[one.get_dtype()])
+            for one in slices
+            if one.get_dtype() in STORED_FORMATS
+        ]
 
 
 def _unchanged_random_state() -> AbstractContextManager[None]:
@@ -73,6 +142,7 @@ def _unchanged_random_state() -> AbstractContextManager[None]:
     return nullcontext()
 
 
+@interrupts_win()
 def build_meta_module(model: ModelDescription, component: str) -> nn.Module:
     """A component on the meta device: layers and shapes without memory."""
     component_class = _component_class(model, component)
@@ -86,6 +156,7 @@ def build_meta_module(model: ModelDescription, component: str) -> nn.Module:
     return meta_module
 
 
+@interrupts_win()
 def load_tokenizer_or_scheduler(model: ModelDescription, component: str) -> Any:
     """A component without weights: a tokenizer or a scheduler."""
     if model.source.without_weights:
@@ -98,16 +169,6 @@ def load_tokenizer_or_scheduler(model: ModelDescription, component: str) -> Any:
         except (OSError, ValueError, TypeError, KeyError) as error:
             reason = f"{component_class.__name__}: {_first_line(error)}"
             raise ModelError(f"{folder / component} cannot be loaded as {reason}") from error
-
-
-def align_tensors(module: nn.Module) -> None:
-    """Copy each tensor into newly allocated, aligned memory, one after the other, so that only one exists twice.
-
-    Memory mapped from a .safetensors file may start at any address, and CPU kernels round differently on unaligned
-    data: equal weights would give results that differ in the last bits from one load to the next.
-    """
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = tensor.data.clone()
 
 
 def _component_class(model: ModelDescription, component: str) -> Any:

@@ -81,6 +81,9 @@ class ModelDescription:
     micro_conditioning: bool = False
     """Whether it is conditioned on sizes and crops (SDXL). `denoise` then receives the condition `framing` with one row
     per sample: original height and width, crop offset from the top and the left, height and width in the batch."""
+    training_guidance: float | None = None
+    """The guidance input of the denoiser during training, for a model that was distilled from a guided one; None: it
+    has no such input. `objective.guidance` replaces this value in a run."""
     prediction: PredictionType | None = None
     """Overrides the family's prediction type; None: as the family says."""
     alphas_cumprod: tuple[float, ...] | None = None
@@ -137,6 +140,22 @@ class ModelSampler(Protocol):
         """The sample as frames FHWC; an image has one frame. Does not use torch's global random state."""
 
 
+class DenoiserLoader(Protocol):
+    def __call__(
+        self,
+        model: ModelDescription,
+        expert: Expert,
+        dtype: torch.dtype,
+        place: Callable[[nn.Module], object] = ...,
+        /,
+    ) -> nn.Module:
+        """The expert's module in eval mode, frozen.
+
+        `place` is called with the loaded module, whose tensors may be mapped from files, and copies them to the memory
+        that it chooses. By default that is aligned memory of the host, so that results are repeatable.
+        """
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Family:
     name: str
@@ -150,8 +169,7 @@ class Family:
     build_text_encoder: Callable[[ModelDescription, torch.device, torch.dtype], TextEncoder]
     unsupported_reason: Callable[[ModelDescription, tuple[int, ...]], str | None]
     """Why media of this shape (CHW, CFHW or CT) cannot be encoded or denoised; None if they can."""
-    load_denoiser: Callable[[ModelDescription, Expert, torch.dtype], nn.Module]
-    """The expert's module on the CPU in eval mode, frozen, with aligned tensors so that results are repeatable."""
+    load_denoiser: DenoiserLoader
     denoise: Callable[[ModelDescription, nn.Module, torch.Tensor, torch.Tensor, Tensors, Tensors], torch.Tensor]
     """(model, module, noisy, sigmas, text, conditions) → prediction with the shape of `noisy`. Sigmas are fp32, one per
     sample. Runs under the caller's autocast."""

@@ -18,7 +18,8 @@ from typing import Final
 
 from supertuner.core.errors import CollectiveError, ModelError, NonFiniteError, SuperTunerError, TrainError
 from supertuner.core.events import NoteEvent, WarningEvent
-from supertuner.memory.out_of_memory import explain_out_of_memory, release_unused_memory
+from supertuner.core.interrupts import interrupts_win, raise_lost_interrupt
+from supertuner.memory.out_of_memory import explain_out_of_memory, releasing_new_objects
 from supertuner.models.objective.diffusion import noise_seed
 from supertuner.optim.schedule import ramp_change_text, window_samples
 from supertuner.runs.requests import RequestInbox, RunRequest
@@ -26,6 +27,7 @@ from supertuner.sinks import training_events as training
 from supertuner.step.batch import StepBatch
 from supertuner.step.train_step import WindowResult, train_window
 from supertuner.train.checkpoint.async_saver import CheckpointSaver, SavedCallback
+from supertuner.train.export.export import RunExporter
 from supertuner.train.run.dataloader import TrainingWindow
 from supertuner.train.run.training_run import TrainingRun
 from supertuner.train.signals import TrainingSignals
@@ -59,22 +61,25 @@ def train(
     started_s = time.perf_counter()
     settings = run.config.validation
     with (
-        TrainingSignals() as signals,
+        TrainingSignals(announces=run.process_group.local_rank == 0) as signals,
         _open_requests(run) as requests,
-        CheckpointSaver(run, on_saved) as saver,
+        CheckpointSaver(run, on_saved, RunExporter(run).collect) as saver,
         run.dataloader() as loader,
+        interrupts_win(),
     ):
         steps, samples, total = run.schedule.total_steps, run.samples_consumed, run.schedule.total_samples
         begin = training.train_begin_event(step=run.step, steps=steps, samples=samples, samples_total=total)
         run.context.sink.emit(begin)
         if run.step == 0 and settings.at_start:
-            validate(run)
+            with releasing_new_objects(run.device):
+                validate(run)
         for window in loader:
             _train_step(run, window)
             saver.report_if_finished()
             last = run.step == run.schedule.total_steps
             if _is_due(run.step, settings.every_steps) or (last and settings.at_end):
                 _validate_or_warn(run)
+            raise_lost_interrupt()
             stop_number = signals.stop_number or (CALLBACK_STOP if should_stop is not None and should_stop() else 0)
             requested = _collect_requests(run, requests, signals, stop_number)
             if _is_due(run.step, run.config.checkpoints.every_steps) or last or requested.stop:
@@ -171,11 +176,11 @@ def _validate_or_warn(run: TrainingRun) -> None:
 
     (Before the first step a failure ends the run, which has nothing to lose then.)
     """
-    try:
-        validate(run)
-    except (TrainError, ModelError) as error:
-        run.context.sink.emit(WarningEvent(f"validation of step {run.step}", f"skipped: {error}"))
-    release_unused_memory(run.device)  # after the `except` block, whose error kept loaded models alive
+    with releasing_new_objects(run.device):  # around the `except` block, whose error keeps loaded models alive
+        try:
+            validate(run)
+        except (TrainError, ModelError) as error:
+            run.context.sink.emit(WarningEvent(f"validation of step {run.step}", f"skipped: {error}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,18 +232,18 @@ def _serve_requests(
         path, reason = _validate_on_request(run, f"request {kind}")
         if answer is not None:
             answer(path, reason)
-        release_unused_memory(run.device)
 
 
 def _validate_on_request(run: TrainingRun, source: str) -> tuple[Path | None, str]:
     """Validate; returns the folder of the samples, or None and the reason of the failure."""
-    try:
-        return validate(run, on_request=True), ""
-    except CollectiveError:
-        raise
-    except SuperTunerError as error:
-        run.context.sink.emit(WarningEvent(source, str(error)))
-        return None, str(error)
+    with releasing_new_objects(run.device):
+        try:
+            return validate(run, on_request=True), ""
+        except CollectiveError:
+            raise
+        except SuperTunerError as error:
+            run.context.sink.emit(WarningEvent(source, str(error)))
+            return None, str(error)
 
 
 def _answer(requests: RequestInbox, request: RunRequest, done: str, path: Path | None, reason: str) -> None:

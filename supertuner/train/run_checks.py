@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from supertuner.config.families import expert_names
+from supertuner.config.settings.model import AdapterSettings
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources import alloc_conf
 from supertuner.config.sources.launcher import SINGLE_PROCESS_ENVIRONMENT, LauncherEnvironment
-from supertuner.core.errors import TrainError
-from supertuner.core.events import Sink, WarningEvent
+from supertuner.core.errors import ModelError, TrainError
+from supertuner.core.events import DecisionEvent, Sink, WarningEvent
+from supertuner.core.host import HostFacts
 from supertuner.models import loading
 from supertuner.models.adapters import attach as adapters
 from supertuner.models.attention import require_backend, require_backend_support
@@ -18,14 +21,24 @@ from supertuner.models.quantization import check_quantization
 from supertuner.models.spec import Expert, Family, ModelDescription
 from supertuner.optim.optimizer_registry import learning_rate_for
 from supertuner.step.precision import ComputePrecision
+from supertuner.train.export.adapter_export import require_exportable
 from supertuner.train.export.adapter_init import check_initial_adapters
+from supertuner.train.export.export import OWN_FORMAT
 
 
-def select_device(setting: str, launch_env: LauncherEnvironment = SINGLE_PROCESS_ENVIRONMENT) -> torch.device:
+def select_device(
+    setting: str, launch_env: LauncherEnvironment = SINGLE_PROCESS_ENVIRONMENT, host: HostFacts | None = None
+) -> torch.device:
     """The device that `train.device` names; on a node with several ranks, each uses the GPU of its local rank.
 
-    TrainError if the device cannot be used.
+    TrainError if the device cannot be used, or if "auto" would use the CPU only because torch is a CPU build.
     """
+    has_driver = ((host or HostFacts()).root / "proc/driver/nvidia/version").exists()
+    if setting == "auto" and has_driver and torch.version.cuda is None and torch.version.hip is None:
+        raise TrainError(
+            f"torch {torch.__version__} is a CPU build, and this machine has an NVIDIA GPU; install a CUDA build with "
+            '`make setup TORCH=cuda`, or set train.device to "cpu" to train on the CPU'
+        )
     name = setting if setting != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if launch_env.local_world_size > 1 and name == "cuda":
         name = f"cuda:{launch_env.local_rank}"
@@ -81,6 +94,33 @@ def require_backends(config: RunConfig, experts: tuple[Expert, ...], precision: 
         check_compiler(precision.device)
 
 
+def export_decision(config: RunConfig) -> DecisionEvent:
+    """When the run exports, and why."""
+    if config.exports.when is not None:
+        reason = "as configured"
+    elif config.exports_when == "end":
+        reason = "whole models are large; set it to export them with each checkpoint"
+    else:
+        reason = "so that every checkpoint can be tried in other programs"
+    return DecisionEvent("exports.when", config.exports_when, reason)
+
+
+def _require_export_formats(
+    config: RunConfig, family: Family, expert: Expert, module: nn.Module, settings: AdapterSettings
+) -> None:
+    """TrainError if the adapter of this expert cannot be written in one of `exports.formats`."""
+    other_formats = [name for name in config.exports.formats if name != OWN_FORMAT]
+    if not other_formats or config.exports_when == "never":
+        return
+    targets = adapters.resolve_targets(settings, family.target_presets)
+    shapes = adapters.export_shapes(module, settings, targets, family.export_prefix[expert.component])
+    for name in other_formats:
+        try:
+            require_exportable(shapes, name, family.name)
+        except ModelError as error:
+            raise TrainError(f'exports.formats: the adapter cannot be written for "{name}": {error}') from error
+
+
 def check_against_meta_modules(
     config: RunConfig, family: Family, model: ModelDescription, experts: tuple[Expert, ...]
 ) -> dict[str, str]:
@@ -96,6 +136,7 @@ def check_against_meta_modules(
             settings = adapters.settings_for_expert(config.adapter, expert.name)
             targets = adapters.resolve_targets(settings, family.target_presets)
             adapters.select_layers(module, settings, targets, expert.name)
+            _require_export_formats(config, family, expert, module, settings)
         file_digests = check_initial_adapters(config, family, model, expert)
         digests |= {f"{expert.name}: {setting}": digest for setting, digest in file_digests.items()}
     return digests

@@ -18,10 +18,11 @@ from functools import partial
 
 import torch
 import xxhash
+from torch import nn
 
 from supertuner.arena.run_context import RunContext
 from supertuner.config.settings.run_config import RunConfig
-from supertuner.core.events import DecisionEvent, NoteEvent
+from supertuner.core.events import DecisionEvent, NoteEvent, Sink
 from supertuner.data.corpus import Corpus
 from supertuner.data.corpus_loader import open_corpus, select_datasets
 from supertuner.distributed.node import open_node_peers
@@ -30,7 +31,12 @@ from supertuner.distributed.same_start import require_same_data, require_same_un
 from supertuner.memory.out_of_memory import explain_out_of_memory
 from supertuner.models import loading
 from supertuner.models.adapters.attach import TrainableExpert
-from supertuner.models.adapters.existing_adapters import load_initial_values, merge_frozen
+from supertuner.models.adapters.existing_adapters import (
+    ExistingAdapter,
+    frozen_layer_merger,
+    load_initial_values,
+    merge_summary,
+)
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.objective.from_settings import timestep_distribution
 from supertuner.models.spec import Expert, Family, ModelDescription
@@ -49,13 +55,13 @@ from supertuner.train.checkpoint.resume import find_resume_checkpoint, restore_r
 from supertuner.train.encoding.corpus_caches import open_encoded_corpus
 from supertuner.train.encoding.encoders import EncoderFingerprints, EncodingSpec
 from supertuner.train.export.adapter_init import load_initial_adapters
-from supertuner.train.model_source import open_model
 from supertuner.train.offload.manager import OffloadManager, loading_device, plan_experts
 from supertuner.train.offload.transfer import create_transfer
 from supertuner.train.run.dataloader import BatchCollator, batches_ahead
 from supertuner.train.run.loss_log import open_loss_log
 from supertuner.train.run.loss_weights import build_loss_weights
-from supertuner.train.run.memory_engine import MemoryEngine, open_memory
+from supertuner.train.run.memory_engine import MemoryEngine, limit_pool_use, open_memory
+from supertuner.train.run.model_source import open_model
 from supertuner.train.run.training_run import TrainingRun
 from supertuner.train.validation.validate import plan_validation
 
@@ -146,13 +152,14 @@ def check_run(
     if process_group.sharder is not None:
         from supertuner.distributed.fsdp import require_fsdp_supported
 
-        require_fsdp_supported(config)
+        require_fsdp_supported(config, device)
     resume_from = find_resume_checkpoint(context, resume, process_group)
     revision = None if resume_from is None else saved_revision(resume_from)
     with rank_zero_first(process_group):  # rank 0 writes a tiny model into the run's folder
         family, model = open_model(config, context.run_dir, revision)
     sink.emit(DecisionEvent("model", model.title, f"read from {model.source.path}"))
     sink.emit(DecisionEvent("train.device", str(device), run_checks.device_reason(config.train.device)))
+    sink.emit(run_checks.export_decision(config))
     experts = expert_setup.selected_experts(config, model)
     run_checks.require_expert_settings(config, model, sink)
     run_checks.require_backends(config, experts, precision)
@@ -216,7 +223,11 @@ def load_experts(encoded: EncodedData) -> LoadedExperts:
     """
     data, checked = encoded.data, encoded.data.checked
     config, precision, sharder = checked.config, checked.precision, checked.process_group.sharder
-    planned = {} if sharder is not None else plan_experts(config, checked.model, checked.experts, checked.planner)
+    one_pool, sink = bool(data.memory.facts.one_pool), data.context.sink
+    limit_pool_use(data.memory.facts, precision.device, data.context)  # again: caches and staged files are there by now
+    planned = {}
+    if sharder is None:
+        planned = plan_experts(config, checked.model, checked.experts, checked.planner, sink, one_pool=one_pool)
     trainable_experts = {}
     for expert in checked.experts:
         load_to = HOST if sharder is not None else loading_device(config, planned.get(expert.name), precision.device)
@@ -235,7 +246,8 @@ def load_experts(encoded: EncodedData) -> LoadedExperts:
         return LoadedExperts(encoded, trainable_experts, expert_states, None)
     replanner = checked.planner if checked.process_group.world_size == 1 else None
     replan, check_every = None if replanner is None else replanner.replan, config.plan.check_every_windows
-    remedy, sink = partial(data.memory.out_of_memory_remedy, 'set plan.weights: "streamed"'), data.context.sink
+    advice = 'set model.base_weights: "int8"' if one_pool else 'set plan.weights: "streamed"'
+    remedy = partial(data.memory.out_of_memory_remedy, advice)
     with explain_out_of_memory("what the plan keeps on the device does", remedy):
         transfer = create_transfer(precision.device)
         offload = OffloadManager(expert_states, planned, transfer, sink, check_every=check_every, replan=replan)
@@ -290,15 +302,19 @@ def build_encoding_spec(
     precision: ComputePrecision,
     remedy: Callable[[str], str],
 ) -> EncodingSpec:
-    """The encoders of a run with their fingerprints, which are computed once per file and remembered.
+    """The encoders of a run. `remedy` extends the advice of an out-of-memory error
+    (`MemoryEngine.out_of_memory_remedy`)."""
+    fingerprints = encoder_fingerprints(config, family, model)
+    return EncodingSpec(family, model, fingerprints, precision.device, precision.dtype, remedy)
 
-    `remedy` extends the advice of an out-of-memory error (`MemoryEngine.out_of_memory_remedy`).
-    """
+
+def encoder_fingerprints(config: RunConfig, family: Family, model: ModelDescription) -> EncoderFingerprints:
+    """The fingerprints of the encoders' files, which are computed once per file and remembered."""
     memo = config.run.output_dir / FINGERPRINTS_FILE
     media, text = fingerprint(family.media_files(model), memo), fingerprint(family.text_files(model), memo)
     if model.needs_first_frame:  # text-to-video uses the same VAE, and its entries lack the encoded first frame
         media = xxhash.xxh3_128_hexdigest(f"{media} and the first frame".encode())
-    return EncodingSpec(family, model, EncoderFingerprints(media, text), precision.device, precision.dtype, remedy)
+    return EncoderFingerprints(media, text)
 
 
 def _choose_initial_world_size(checked: CheckedRun) -> int:
@@ -340,12 +356,12 @@ def _load_trainable_expert(data: RunData, expert: Expert, device: torch.device) 
         explain_out_of_memory(f"{expert.component} does", partial(memory.out_of_memory_remedy, remedy)),
         memory.allocating("weights"),
     ):
-        module = family.load_denoiser(model, expert, expert_setup.weight_dtype(config, precision)).to(device)
         files = load_initial_adapters(config.adapter, family.name, expert.name, only_expert=len(model.experts) == 1)
+        place = partial(_place_expert, checked, sink, device, files.get("frozen"))
+        module = family.load_denoiser(model, expert, expert_setup.weight_dtype(config, precision), place)
         if "frozen" in files:
-            summary = merge_frozen(module, files["frozen"].layers, files["frozen"].path)
+            summary = merge_summary(files["frozen"].layers, files["frozen"].path)
             sink.emit(NoteEvent("adapter.frozen", f"{expert.name}: {summary}"))
-        expert_setup.quantize_base_weights(config, module, precision, sink)
     place_state = partial(memory.allocating, "state")
     trainable = expert_setup.build_trainable_expert(config, family, expert, module, precision, sink, place_state)
     if "start_from" in files:
@@ -353,3 +369,12 @@ def _load_trainable_expert(data: RunData, expert: Expert, device: torch.device) 
         sink.emit(NoteEvent("adapter.start_from", f"{expert.name}: {summary}"))
     loading.require_values(trainable.module, expert.component)
     return trainable
+
+
+def _place_expert(
+    checked: CheckedRun, sink: Sink, device: torch.device, frozen: ExistingAdapter | None, module: nn.Module
+) -> None:
+    """Bring a loaded module to a device, with the frozen adapter merged and the weights quantized."""
+    merge_layer = None if frozen is None else frozen_layer_merger(module, frozen.layers, frozen.path)
+    kind, compute_device = checked.config.model.base_weights, checked.precision.device
+    expert_setup.place_base_weights(module, kind, device, sink, compute_device=compute_device, change_layer=merge_layer)

@@ -102,18 +102,13 @@ def test_non_finite_values_are_reported_with_exit_code_1(tmp_path: Path) -> None
     assert result.exit_code == 1 and "transformer.blocks.0.attn1.to_q.lora_B.weight" in result.output
 
 
-def test_an_export_for_comfyui_names_the_magnitudes_of_dora_as_comfyui_expects(tmp_path: Path) -> None:
+def test_a_dora_for_comfyui_needs_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = wan_lora(KEY_SCHEMES["diffusers"], None)
-    layers = [key.removesuffix(".lora_B.weight") for key in tensors if key.endswith(".lora_B.weight")]
-    rows = {layer: tensors[f"{layer}.lora_B.weight"].shape[0] for layer in layers}
-    tensors |= {f"{layer}.lora_magnitude_vector": random_tensor(rows[layer]) for layer in layers}
+    tensors["transformer.blocks.0.attn1.to_q.lora_magnitude_vector"] = random_tensor(24)
     save_file(tensors, tmp_path / "dora_low_noise.safetensors")
-    run("export", tmp_path / "dora_low_noise.safetensors", "--for", "comfyui", "--out", tmp_path / "c.safetensors")
-    found = load_file(tmp_path / "c.safetensors")
-    magnitudes = found["diffusion_model.blocks.0.self_attn.q.dora_scale"]
-    assert torch.equal(magnitudes[:, 0], tensors["transformer.blocks.0.attn1.to_q.lora_magnitude_vector"])
-    assert "diffusion_model.blocks.0.self_attn.q.lora_down.weight" in found
-    assert not any("magnitude" in key for key in found)
+    command = ("export", tmp_path / "dora_low_noise.safetensors", "--for", "comfyui")
+    assert "set --base to the folder of its pipeline" in refused(capsys, *command)
+    assert "is not the folder of a diffusers pipeline" in refused(capsys, *command, "--base", tmp_path)
 
 
 def test_a_file_can_be_converted_to_comfyui_to_diffusers_and_back(file: Path) -> None:
@@ -177,7 +172,9 @@ def test_paths_that_cannot_be_written_are_refused_with_a_remedy(file: Path, caps
     nowhere = file.parent / "nowhere" / "a.safetensors"
     for verb in (("convert", file, "--to", "original"), ("export", file, "--for", "comfyui")):
         assert "nowhere; create it, or name another file" in refused(capsys, *verb, "--out", nowhere)
-        assert f"{file.parent} is a folder" in refused(capsys, *verb, "--out", file.parent, "--force")
+    assert f"{file.parent} is a folder" in refused(
+        capsys, "convert", file, "--to", "original", "--out", file.parent, "--force"
+    )
     assert list(file.parent.iterdir()) == [file]
 
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.train.runs import TrainingForkServer, artefacts, config
+from tests.train.runs import TrainingForkServer, artefacts, config, exported_file
 
 SHORT: dict[str, Any] = {
     "train": {"max_steps": 4, "ema_decay": 0.9},
@@ -60,10 +60,9 @@ def test_each_expert_is_trained_and_exported_with_its_own_rank_alpha_and_targets
     adapter = {"rank": 2, "high_noise": {"rank": 5, "targets": ["to_q"]}, "low_noise": {"alpha": 1.0}}
     file = config(tmp_path, "own", **{**SHORT, "adapter": adapter})
     assert parent.train(file) == 0, parent.output()
-    exports = tmp_path / "own" / "run" / "exports"
     ranks = {}
     for name in ("high_noise", "low_noise"):
-        with safe_open(exports / f"run_{name}.safetensors", "pt") as opened:
+        with safe_open(exported_file(tmp_path / "own" / "run", name), "pt") as opened:
             keys = [key for key in opened.keys() if ".lora_A." in key]  # noqa: SIM118
             ranks[name] = {opened.get_slice(key).get_shape()[0] for key in keys}
             assert all(".to_q." in key for key in keys) is (name == "high_noise")
@@ -75,8 +74,7 @@ def test_a_run_starts_from_one_file_and_trains_on_top_of_another(parent: Trainin
     """high_noise starts from a file; low_noise trains on top of a frozen one. Resuming changes no bit."""
     file = config(tmp_path, "first", **{**SHORT, "adapter": {"rank": 2}})
     assert parent.train(file) == 0, parent.output()
-    exports = tmp_path / "first" / "run" / "exports"
-    high, low = (str(exports / f"run_{name}.safetensors") for name in ("high_noise", "low_noise"))
+    high, low = (str(exported_file(tmp_path / "first" / "run", name)) for name in ("high_noise", "low_noise"))
     adapter = {"rank": 2, "high_noise": {"start_from": high}, "low_noise": {"frozen": low}}
     file = config(tmp_path, "second", **{**SHORT, "adapter": adapter})
     assert parent.train(file) == 0, parent.output()
@@ -96,7 +94,7 @@ def test_a_changed_frozen_adapter_is_found_on_resume(parent: TrainingForkServer,
     file = config(tmp_path, "first", **{**SHORT, "adapter": {"rank": 2}})
     assert parent.train(file) == 0, parent.output()
     below, other = (tmp_path / name for name in ("below.safetensors", "other.safetensors"))
-    shutil.copy(tmp_path / "first/run/exports/run_low_noise.safetensors", below)
+    shutil.copy(exported_file(tmp_path / "first/run", "low_noise"), below)
     adapter = {"rank": 2, "low_noise": {"frozen": str(below)}}
     file = config(tmp_path, "above", **{**SHORT, "adapter": adapter})
     assert parent.train(file) == 0, parent.output()
@@ -123,7 +121,7 @@ def test_a_changed_frozen_adapter_is_found_on_resume(parent: TrainingForkServer,
 def test_a_file_that_does_not_fit_ends_the_run_before_encoding(parent: TrainingForkServer, tmp_path: Path) -> None:
     file = config(tmp_path, "first", **{**SHORT, "adapter": {"rank": 2}})
     assert parent.train(file) == 0, parent.output()
-    given = str(tmp_path / "first/run/exports/run_low_noise.safetensors")
+    given = str(exported_file(tmp_path / "first/run", "low_noise"))
     refused = {
         "rank": ({"rank": 4, "low_noise": {"start_from": given}}, "needs lora_down.weight [4, 24]"),
         "kind": ({"type": "diff", "low_noise": {"start_from": given}}, "does not fit the adapter"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.train.runs import ROOT, TrainingForkServer, artefacts
+from tests.train.runs import ROOT, TrainingForkServer, artefacts, exported_file
 
 PAGE = (ROOT / "docs/adapters.md").read_text()
 STOPPED = "Ctrl-C"
@@ -80,8 +80,8 @@ def test_a_stopped_and_resumed_run_ends_like_an_uninterrupted_one(parent: Traini
 
 
 def test_a_file_converted_to_comfyui_and_back_is_unchanged(folder: Path) -> None:
-    assert same(folder / "runs/back_high_noise.safetensors", folder / "runs/first/exports/first_high_noise.safetensors")
-    assert same(folder / "runs/back_low_noise.safetensors", folder / "runs/kron/exports/kron_low_noise.safetensors")
+    assert same(folder / "runs/back_high_noise.safetensors", exported_file(folder / "runs/first", "high_noise"))
+    assert same(folder / "runs/back_low_noise.safetensors", exported_file(folder / "runs/kron", "low_noise"))
 
 
 def test_the_python_of_the_page_loads_both_experts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_the_python_of_the_page_loads_both_experts(folder: Path, monkeypatch: py
     pipe = known["pipe"]
     for part, expert in (("transformer", "high_noise"), ("transformer_2", "low_noise")):
         module = getattr(pipe, part)
-        given = load_file(folder / f"runs/first/exports/first_{expert}.safetensors")
+        given = load_file(exported_file(folder / "runs/first", expert))
         loaded = dict(module.named_parameters())
         for key, tensor in given.items():
             name = key.removeprefix("transformer.").replace(".weight", ".first.weight")
@@ -105,10 +105,11 @@ def test_an_earlier_checkpoint_is_exported_and_its_parts_are_refused_as_adapter_
     """If the run has another alpha than the rank, a part without it would have twice or half the effect."""
     checkpoint = folder / "runs/first/checkpoints/step-00000016"
     part = "adapter.low_noise.safetensors"
-    made = load_file(folder / "runs/earlier/exports/earlier_low_noise.safetensors")
+    made = load_file(folder / "runs/first/exports/step-00000016/first-step00000016_low_noise.safetensors")
     assert {key.removeprefix("transformer."): value.tolist() for key, value in made.items()} == {
         key: value.tolist() for key, value in load_file(checkpoint / part).items()
     }, "alpha is the rank here"
+    assert (folder / "runs/first/exports/comfyui/first-step00000016_low_noise.comfyui.safetensors").is_file()
     sets = ("--set", "run.name=from-part", "--set", f"adapter.low_noise.start_from={checkpoint / part}")
     for words in (
         ("adapter", "export", str(checkpoint / part), "--for", "comfyui"),
@@ -142,8 +143,7 @@ def test_runs_that_start_from_files_report_them(folder: Path) -> None:
         events = (folder / "runs" / run / "events.jsonl").read_text()
         assert events.count(message) == 2, run
     assert not same(
-        folder / "runs/second/exports/second_high_noise.safetensors",
-        folder / "runs/first/exports/first_high_noise.safetensors",
+        *(exported_file(folder / "runs" / name, "high_noise") for name in ("second", "first")),
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
+from torch.utils import swap_tensors
 
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.core.durable import sync_folder
@@ -34,9 +35,9 @@ from supertuner.models.library_guards import exclusive_construction
 from supertuner.models.spec import Tensors
 
 __all__ = [
-    "RowShard", "ShardedParameters", "TrainableExpert", "attach", "export_tensors", "load_trainable_state",
-    "resolve_targets", "save_full_weights", "select_layers", "settings_for_expert", "temporary_weights",
-    "trainable_state",
+    "RowShard", "ShardedParameters", "TrainableExpert", "assign_values", "attach", "export_shapes", "export_tensors",
+    "load_trainable_state", "resolve_targets", "save_full_weights", "select_layers", "settings_for_expert",
+    "temporary_weights", "trainable_state",
 ]  # fmt: skip
 
 
@@ -118,6 +119,16 @@ def load_trainable_state(expert: TrainableExpert, tensors: Mapping[str, torch.Te
     _copy_values(expert, tensors)
 
 
+def assign_values(expert: TrainableExpert, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Like `load_trainable_state`, for a module without weights: its trained parameters become these tensors."""
+    _check_tensors_fit(expert, tensors)
+    for name, parameter in expert.parameters.items():
+        # `data` cannot be set: meta is another type of tensor.
+        swap_tensors(parameter, nn.Parameter(tensors[name]))  # type: ignore[no-untyped-call]
+    if expert.adapter_type not in ("lora", "full"):
+        lycoris.restore_constants(expert.module, expert.layers)
+
+
 @contextmanager
 def temporary_weights(expert: TrainableExpert, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Inside the block the module computes with `values`. Afterwards it has its parameters back, unchanged."""
@@ -135,11 +146,31 @@ def export_tensors(expert: TrainableExpert, prefix: str, settings: AdapterSettin
     """
     if expert.adapter_type == "full":
         return trainable_state(expert), {"format": "pt"}
-    if expert.adapter_type == "lora":
-        tensors = lora.export_tensors(trainable_state(expert), expert.layers, prefix)
-    else:
-        tensors = lycoris.export_tensors(expert.module, expert.layers)
+    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in _file_tensors(expert, prefix).items()}
     return tensors, {"format": "pt", "supertuner": json.dumps(_export_metadata(expert, settings))}
+
+
+def export_shapes(
+    module: nn.Module, settings: AdapterSettings, targets: Sequence[str], prefix: str
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that `export_tensors` would return, from a module without weights, which must not
+    be used afterwards."""
+    if settings.type == "diff":  # attaching copies weights, and there are none
+        layers = {key: module.get_submodule(key) for key in select_layers(module, settings, targets, "")}
+        names = {"weight": "diff", "bias": "diff_b"}
+        return {
+            lycoris.file_key(key, names[name]): tuple(parameter.shape)
+            for key, layer in layers.items()
+            for name, parameter in layer.named_parameters()
+        }
+    expert = attach(module, settings, targets, seed=0, name="")
+    return {name: tuple(tensor.shape) for name, tensor in _file_tensors(expert, prefix).items()}
+
+
+def _file_tensors(expert: TrainableExpert, prefix: str) -> Tensors:
+    if expert.adapter_type == "lora":
+        return lora.export_tensors({name: p.detach() for name, p in expert.parameters.items()}, expert.layers, prefix)
+    return lycoris.export_tensors(expert.module, expert.layers)
 
 
 def _export_metadata(expert: TrainableExpert, settings: AdapterSettings) -> dict[str, JSON]:

@@ -6,7 +6,7 @@ unknown layers and tensors that do not fit raise ModelError with the remedy, bef
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -102,6 +102,25 @@ def _initial_values(
 @exclusive_construction()
 def merge_frozen(module: nn.Module, layers: Mapping[str, Tensors], path: Path) -> str:
     """Merge the file's adapter into the module's weights, in fp32 and rounded once; return a line for the log."""
+    merge_layer = frozen_layer_merger(module, layers, path)
+    for key in layers:
+        merge_layer(key, module.get_submodule(key))
+    return merge_summary(layers, path)
+
+
+def merge_summary(layers: Mapping[str, Tensors], path: Path) -> str:
+    """A line for the log."""
+    return f"{path} is merged into the frozen weights of {len(layers)} layers"
+
+
+def frozen_layer_merger(
+    module: nn.Module, layers: Mapping[str, Tensors], path: Path, strength: float = 1.0
+) -> Callable[[str, nn.Module], None]:
+    """A function that merges the file's adapter into one layer of the module, with its name, on the layer's device.
+
+    `strength` 1 is the adapter as trained, 0 leaves the weights as they are. ModelError now if the module lacks a
+    weight or a bias that the file changes.
+    """
     modules = dict(module.named_modules())
     if unknown := [layer for layer in layers if getattr(modules.get(layer), "weight", None) is None]:
         raise ModelError(
@@ -114,18 +133,21 @@ def merge_frozen(module: nn.Module, layers: Mapping[str, Tensors], path: Path) -
             f"{path} changes the bias of {len(missing)} layers that have none ({summarize_names(missing, 3)}); it "
             "belongs to another model"
         )
-    with torch.no_grad():
-        for key, tensors in layers.items():
-            layer: Any = modules[key]
-            device = layer.weight.device
-            adapter_tensors = {name: tensor if name == ALPHA else tensor.to(device) for name, tensor in tensors.items()}
-            try:
-                layer.weight.copy_(merged_weight(layer.weight, adapter_tensors, key))
-                if changes_bias(adapter_tensors):
-                    layer.bias.copy_(merged_bias(layer.bias, adapter_tensors, key))
-            except ModelError as error:
-                raise ModelError(f"{path}: {error}; the file is damaged or belongs to another model") from error
-    return f"{path} is merged into the frozen weights of {len(layers)} layers"
+
+    @torch.no_grad()
+    def merge_layer(key: str, layer: Any) -> None:
+        if key not in layers:
+            return
+        device = layer.weight.device
+        tensors = {name: tensor if name == ALPHA else tensor.to(device) for name, tensor in layers[key].items()}
+        try:
+            layer.weight.copy_(merged_weight(layer.weight, tensors, key, strength))
+            if changes_bias(tensors):
+                layer.bias.copy_(merged_bias(layer.bias, tensors, key, strength))
+        except ModelError as error:
+            raise ModelError(f"{path}: {error}; the file is damaged or belongs to another model") from error
+
+    return merge_layer
 
 
 def _lycoris_name(name: str, expert: TrainableExpert) -> tuple[str, str]:

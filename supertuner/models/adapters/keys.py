@@ -36,6 +36,7 @@ from supertuner.models.adapters.keys_schemes import (
     KEY_STYLES,
     KIND_PLACEHOLDER,
     LAYER_NAMINGS,
+    PROCESSOR_TENSORS,
     STAGE_PLACEHOLDER,
     TENSOR_SPELLINGS,
     KeyScheme,
@@ -205,7 +206,7 @@ def _find_row(layout: FamilyLayers, module: str) -> tuple[str, tuple[str, ...]]:
     if module.endswith(")"):  # a fused layer, which is not in the index of diffusers' names
         block, _, members = module.partition("(")
         row = f"{_NUMBER_PATTERN.sub(NUMBER_PLACEHOLDER, block)}({members}"
-        if row in layout.original_names:
+        if row in layout.original_names or row in layout.processor_names.values():
             return row, tuple(_NUMBER_PATTERN.findall(block))
     raise ModelError(f"{module} is not a layer of {layout.family}")
 
@@ -213,7 +214,7 @@ def _find_row(layout: FamilyLayers, module: str) -> tuple[str, tuple[str, ...]]:
 def _layer_name(layout: FamilyLayers, row: str, naming: LayerNaming) -> str | None:
     """The name of a row; None if it is not a separate layer in this naming."""
     if naming == "original":
-        return layout.original_names[row]
+        return layout.original_names.get(row)
     return None if row.endswith(")") else row
 
 
@@ -222,8 +223,9 @@ def _layer_index(separator: str, naming: LayerNaming) -> Mapping[str, Sequence[t
     """A layer's name with `#` for all its numbers → (family, row, its numbers; `#`: any number)."""
     index: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {}
     for family, layout in FAMILY_LAYERS.items():
-        for row in layout.original_names:
-            if layer_name := _layer_name(layout, row, naming):
+        names = [(_layer_name(layout, row, naming), row) for row in layout.original_names]
+        for layer_name, row in (*names, *layout.processor_names.items()):
+            if layer_name:
                 flat = layer_name.replace(".", separator)
                 entry = (family, row, tuple(_NUMBER_PATTERN.findall(flat)))
                 index.setdefault(_NUMBER_PATTERN.sub(NUMBER_PLACEHOLDER, flat), []).append(entry)
@@ -237,7 +239,7 @@ def _tensor_index() -> Mapping[str, tuple[str, frozenset[str]]]:
     for spelling, tensor in product(TENSOR_SPELLINGS, CANONICAL_TENSORS):
         name = spell_tensor(tensor, spelling)
         index[name] = (tensor, index.get(name, (tensor, frozenset()))[1] | {spelling})
-    return index
+    return index | {name: (tensor, frozenset({"old diffusers"})) for name, tensor in PROCESSOR_TENSORS.items()}
 
 
 def _marked_experts(style: KeyStyle, layout: FamilyLayers) -> Sequence[str | None]:

@@ -41,6 +41,12 @@ class FamilyLayers:
     """
     convolutions: frozenset[str] = field(default_factory=frozenset)
     """The rows (names in diffusers) that are convolutions."""
+    processor_names: Mapping[str, str] = field(default_factory=dict)
+    """Name in files of trainers that made LoRAs attention processors → canonical name. Such files are read, not
+    written; their tensors are named `down.weight` and `up.weight`."""
+    published_sizes: tuple[tuple[int, int], ...] = ()
+    """(size of the hidden states, number of `transformer_blocks`) of each published model; they tell families with
+    equal names apart."""
 
     @property
     def experts(self) -> Mapping[str, str]:

@@ -53,6 +53,7 @@ KEY_STYLES: Final[Mapping[str, KeyStyle]] = {
     "dollar-stages": KeyStyle(f"transformer_{STAGE_PLACEHOLDER}$$", "$$"),
     "dollar-stages-in-transformer": KeyStyle(f"transformer$$transformer_{STAGE_PLACEHOLDER}$$", "$$"),
     "lora_unet": KeyStyle("lora_unet_", "_"),
+    "lora_unet-double": KeyStyle("lora_unet__", "_"),
     "lora_unet-stages": KeyStyle(f"lora_unet_transformer_{STAGE_PLACEHOLDER}_", "_"),
     "lora_transformer": KeyStyle("lora_transformer_", "_"),
     "lora_transformer-stages": KeyStyle(f"lora_transformer_{STAGE_PLACEHOLDER}_", "_"),
@@ -108,6 +109,8 @@ TENSOR_SPELLINGS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 """Spelling → canonical tensor → name. All other tensors have the same name everywhere."""
 
+PROCESSOR_TENSORS: Final = {"down.weight": LORA_A, "up.weight": LORA_B}
+"""Names of tensors after a layer's `processor_names`. They are read as the spelling "old diffusers"."""
 CANONICAL_TENSORS: Final = (LORA_A, LORA_B, LORA_BIAS, DORA_SCALE, *_COMMON_TENSORS)
 """All canonical tensors."""
 
@@ -148,6 +151,7 @@ KEY_SCHEMES: Final[Mapping[str, KeyScheme]] = {
     "original": KeyScheme("diffusion_model", "original", "peft"),
     "original-down-up": KeyScheme("diffusion_model", "original", "kohya"),
     "kohya": KeyScheme("lora_unet", "original", "kohya"),
+    "wan-fun": KeyScheme("lora_unet-double", "original", "kohya"),
     "kohya-diffusers": KeyScheme("lora_unet", "diffusers", "kohya"),
     "onetrainer": KeyScheme("lora_transformer", "diffusers", "kohya"),
     "lycoris": KeyScheme("lycoris", "diffusers", "kohya"),

@@ -62,9 +62,20 @@ def export_tensors(module: nn.Module, layers: Mapping[str, AdapterSize]) -> Tens
                 tensor = torch.tensor(float(adapter.lora_dim))
             elif name in SCALED_TENSORS and adapter.scale != 1.0:
                 tensor = tensor * adapter.scale
-            exported_key = f"{KEY_PREFIX}{key.replace('.', '_')}.{name}"
-            exported_tensors[exported_key] = tensor.detach().to("cpu", copy=True).contiguous()
+            exported_tensors[file_key(key, name)] = tensor.detach()
     return exported_tensors
+
+
+def restore_constants(module: nn.Module, layers: Mapping[str, AdapterSize]) -> None:
+    """Give adapters on a module without weights the value of `scalar`, a factor that is always 1 here."""
+    for key in layers:
+        adapter: Any = module.get_submodule(f"{key}.{SUBMODULE_NAME}")
+        adapter.scalar = torch.ones((), dtype=torch.float32)
+
+
+def file_key(layer: str, tensor: str) -> str:
+    """The key of a layer's tensor in a file of lycoris-lora."""
+    return f"{KEY_PREFIX}{layer.replace('.', '_')}.{tensor}"
 
 
 def full_matrix_note(module: nn.Module, layers: Mapping[str, AdapterSize]) -> str | None:

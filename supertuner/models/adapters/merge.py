@@ -67,6 +67,21 @@ def merged_bias(bias: torch.Tensor, tensors: Tensors, layer: str, strength: floa
     return (bias.float() + strength * sum(diffs)).to(bias.dtype)
 
 
+def comfyui_magnitude_factors(weight: torch.Tensor, tensors: Tensors, layer: str) -> torch.Tensor:
+    """What DoRA's magnitudes, one per output, must be multiplied by so that ComfyUI computes the trained weight.
+
+    ComfyUI (comfy/weight_adapter/base.py, `weight_decompose`) divides by the norm of the base weight, with ε added,
+    instead of the norm of the changed weight: the factors are (‖W‖ + ε) / ‖W + ΔW‖. `tensors` as in `merged_weight`.
+    """
+    delta = _weight_delta(tensors, layer)
+    if delta is None:
+        raise ModelError(f"{layer}: its DoRA is of a type ({', '.join(tensors)}) that cannot be corrected for ComfyUI")
+    base = weight.float().flatten(1)
+    _require_shape(delta := delta.flatten(1), base, layer)
+    factors: torch.Tensor = (base.norm(dim=1) + torch.finfo(torch.float32).eps) / (base + delta).norm(dim=1)
+    return factors
+
+
 def _require_shape(diff: torch.Tensor, parameter: torch.Tensor, layer: str, name: str = "weight") -> None:
     if diff.shape != parameter.shape:
         shapes = f"{list(diff.shape)}, but the {name} {list(parameter.shape)}"

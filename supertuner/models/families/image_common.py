@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from supertuner.core.types import MediaKind
 from supertuner.models import loading
@@ -20,6 +19,7 @@ from supertuner.models.families.sampling_common import PipelineOptions
 from supertuner.models.families.text_common import stack_text
 from supertuner.models.pipeline_files import ConfigDict, text_files, vae_files
 from supertuner.models.spec import (
+    DenoiserLoader,
     Expert,
     Family,
     MediaEncoder,
@@ -51,7 +51,7 @@ class ImageVaeEncoder:
     """Images to the normalized mode of an AutoencoderKL's latent distribution."""
 
     def __init__(self, vae: Any, device: torch.device) -> None:
-        self._vae = vae.to(device)
+        self._vae = vae
         self._device = device
 
     @torch.no_grad()
@@ -66,7 +66,7 @@ class ImageVaeEncoder:
 
 
 def build_media_encoder(model: ModelDescription, device: torch.device) -> ImageVaeEncoder:
-    return ImageVaeEncoder(loading.load_module(model, "vae", torch.float32), device)
+    return ImageVaeEncoder(loading.load_module(model, "vae", torch.float32, loading.to_device(device)), device)
 
 
 def decode_image(pipeline: Any, latents: torch.Tensor) -> Any:
@@ -171,7 +171,7 @@ class ImageFamily(Family):
     text_files: Callable[[ModelDescription], Sequence[Path]] = text_files
     build_media_encoder: Callable[[ModelDescription, torch.device], MediaEncoder] = build_media_encoder
     unsupported_reason: Callable[[ModelDescription, tuple[int, ...]], str | None] = unsupported_reason
-    load_denoiser: Callable[[ModelDescription, Expert, torch.dtype], nn.Module] = loading.load_denoiser
+    load_denoiser: DenoiserLoader = loading.load_denoiser
     pad_text: Callable[[ModelDescription, Sequence[Tensors]], Tensors] = stack_text
     token_count: Callable[[ModelDescription, tuple[int, ...]], int] = token_count
     export_prefix: Mapping[str, str] = field(default_factory=lambda: {"transformer": "transformer"})

@@ -108,7 +108,8 @@ def pipeline_components(
         elif name.startswith(("tokenizer", "scheduler")):
             components[name] = loading.load_tokenizer_or_scheduler(model, name)
         elif name:  # "" is the pipeline's own config
-            components[name] = loading.load_module(model, name, torch.float32 if name == "vae" else dtype).to(device)
+            number_format = torch.float32 if name == "vae" else dtype
+            components[name] = loading.load_module(model, name, number_format, loading.to_device(device))
     return components
 
 

@@ -50,7 +50,7 @@ def load_text_towers(
     towers = []
     for suffix in suffixes:
         tokenizer = loading.load_tokenizer_or_scheduler(model, f"tokenizer{suffix}")
-        encoder = loading.load_module(model, f"text_encoder{suffix}", dtype).to(device)
+        encoder = loading.load_module(model, f"text_encoder{suffix}", dtype, loading.to_device(device))
         towers.append(TextTower(tokenizer, encoder, device))
     return towers
 

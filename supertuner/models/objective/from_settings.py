@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
-from supertuner.config.settings.model import ObjectiveSettings
+from supertuner.config.settings.model import DEFAULT_GUIDANCE, ObjectiveSettings
 from supertuner.core.events import DecisionEvent
 from supertuner.models.objective.diffusion import TimestepDistribution, TrainingObjective, auto_shift
 from supertuner.models.spec import Family, ModelDescription, PredictionType
@@ -43,6 +44,18 @@ def weighting_decisions(settings: ObjectiveSettings, objective: TrainingObjectiv
     """An event if the objective's weighting differs from the one in the settings."""
     if objective.weighting != settings.weighting:
         yield DecisionEvent("objective.weighting", objective.weighting, FLOW_SNR_REASON)
+
+
+def with_training_guidance(settings: ObjectiveSettings, model: ModelDescription) -> ModelDescription:
+    """The model with the guidance input that the settings name, if it has such an input."""
+    return model if model.training_guidance is None else replace(model, training_guidance=settings.guidance)
+
+
+def guidance_decisions(settings: ObjectiveSettings, model: ModelDescription) -> Iterator[DecisionEvent]:
+    """An event if the settings name a guidance, and the model has no such input."""
+    if model.training_guidance is None and settings.guidance != DEFAULT_GUIDANCE:
+        reason = f"{settings.guidance:g} has no effect: guidance is not an input of this model ({model.title})"
+        yield DecisionEvent("objective.guidance", None, reason)
 
 
 def timestep_distribution(

@@ -11,19 +11,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import token_hex
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
-from supertuner.core.errors import CheckpointError, RunFolderError
-from supertuner.core.events import Event, NoteEvent, WarningEvent
+from supertuner.core.errors import CheckpointError, RunFolderError, TrainError
+from supertuner.core.events import Event, NoteEvent, Sink, WarningEvent
 from supertuner.core.types import JSON, bytes_text
 from supertuner.train.checkpoint.durable_save import save_checkpoint
 from supertuner.train.checkpoint.manifest import CHECKPOINTS_DIR, checkpoint_name
@@ -43,6 +43,20 @@ SaveCallback: TypeAlias = Callable[[Path | None, str], None]
 """Called once, with the checkpoint's path, or with None and the reason. Possibly by the writer thread."""
 SavedCallback: TypeAlias = Callable[[int, Path], None]
 """Called by the training thread for each checkpoint that is on disk, with its step and path."""
+
+
+class PendingFiles(Protocol):
+    """Copies of weights that are written before the checkpoint of the same step."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def write(self, sink: Sink, raise_if_abandoned: Callable[[], None]) -> Sequence[Path]:
+        """Write the files durably. TrainError if that is not possible."""
+
+
+CollectExport: TypeAlias = Callable[[], PendingFiles | None]
+"""Copies what is exported with the checkpoint of this step; None if nothing is. Called on every rank."""
 
 
 @dataclass(eq=False, slots=True)
@@ -133,8 +147,10 @@ class CheckpointSaver:
     Otherwise rank 0 saves everything, and the other ranks do nothing here.
     """
 
-    def __init__(self, run: TrainingRun, on_saved: SavedCallback | None = None) -> None:
-        self._run, self._on_saved = run, on_saved
+    def __init__(
+        self, run: TrainingRun, on_saved: SavedCallback | None = None, collect_export: CollectExport = lambda: None
+    ) -> None:
+        self._run, self._on_saved, self._collect_export = run, on_saved, collect_export
         self._sharded = any(trained.shards is not None for trained in run.trainable_experts.values())
         self._writes = self._sharded or run.process_group.rank == 0
         self._session_id = _broadcast_session_id(run) if self._sharded else ""
@@ -186,13 +202,16 @@ class CheckpointSaver:
             self._executor.shutdown()
 
     def _start(self, *, required: bool) -> None:
+        if self._writes:
+            self._wait_for_earlier()
+        export = self._collect_export()
         if not self._writes:
             return
-        self._wait_for_earlier()
         if self._constant_state is None:
             self._constant_state = collect_constant_state(self._run)
         contents, row_offsets = collect_contents(self._run, self._constant_state)
         nbytes = sum(tensor.nbytes for tensors in contents.parts.values() for tensor in tensors.values())
+        nbytes += 0 if export is None else export.nbytes
         copied = self._has_room_for_copy(nbytes)
         if copied:
             parts = {name: self._copies.copy_tensors(tensors) for name, tensors in contents.parts.items()}
@@ -203,7 +222,7 @@ class CheckpointSaver:
             group, save_id = self._run.process_group, f"{self._session_id}-{self._save_count}"
             sharding = CheckpointSharding(group.rank, group.world_size, save_id, row_offsets)
         job = self._last_job = SaveJob(self._run.step, required)
-        self._future = self._executor.submit(self._write, job, contents, sharding)
+        self._future = self._executor.submit(self._write, job, contents, sharding, export)
         if not copied:
             self.wait()
 
@@ -236,10 +255,18 @@ class CheckpointSaver:
             self._run.context.sink.emit(NoteEvent("checkpoint", text))
         return not short
 
-    def _write(self, job: SaveJob, contents: CheckpointContents, sharding: CheckpointSharding | None) -> Path:
-        """Runs in the writer thread: write the checkpoint durably, and call the callbacks in any case."""
+    def _write(
+        self,
+        job: SaveJob,
+        contents: CheckpointContents,
+        sharding: CheckpointSharding | None,
+        export: PendingFiles | None,
+    ) -> Path:
+        """Runs in the writer thread: write exports and checkpoint durably, and call the callbacks in any case."""
         run = self._run
         try:
+            if export is not None:
+                self._write_export(job, export)
             for log in (run.loss_log, run.validation_log):
                 log.sync()
             folder, keep = run.context.run_dir / CHECKPOINTS_DIR, run.config.checkpoints.keep
@@ -250,6 +277,14 @@ class CheckpointSaver:
             raise
         job.finish(path, "")
         return path
+
+    def _write_export(self, job: SaveJob, export: PendingFiles) -> None:
+        """First, so that a checkpoint implies the exports of its step, also after a kill in between."""
+        try:
+            paths = export.write(job, self._raise_if_abandoned)
+        except TrainError as error:
+            raise CheckpointError(f"step {job.step} is not saved: {error}") from error
+        job.emit(NoteEvent("export", f"step {job.step}: {', '.join(map(str, paths))}"))
 
     def _raise_if_abandoned(self) -> None:
         if self._abandon_reason is not None:

@@ -11,6 +11,7 @@ from supertuner.arena.run_context import RunContext
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import CheckpointError
 from supertuner.core.events import DecisionEvent, NullSink, Progress, Sink, WarningEvent
+from supertuner.core.interrupts import interrupts_win
 from supertuner.core.types import JSON
 from supertuner.distributed.process_group import ProcessGroup
 from supertuner.models.adapters import attach as adapters
@@ -76,7 +77,8 @@ def load_latest(folder: Path, sink: Sink | None = None, progress: Progress | Non
     finish_interrupted_saves(folder, sink)
     for info in reversed(find_checkpoints(folder)):
         try:
-            return load_checkpoint(info.path, progress)
+            with interrupts_win():
+                return load_checkpoint(info.path, progress)
         except CheckpointError as error:
             sink.emit(WarningEvent(f"checkpoint of step {info.step}", f"skipped: {error}"))
     return None

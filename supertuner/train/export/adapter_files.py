@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,9 +22,16 @@ from typing import TYPE_CHECKING, Final
 from supertuner.config.families import FAMILIES, expert_names, layers_of
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import ModelError
+from supertuner.models.adapters.family_layers import FAMILY_LAYERS
 from supertuner.models.adapters.keys import AdapterKeyReading, AdapterTensorName, read_keys
-from supertuner.models.adapters.keys_convert import OUTDATED_METADATA, ConvertedTensor, Shape, plan_conversion
-from supertuner.models.adapters.keys_schemes import ALPHA, KeyScheme
+from supertuner.models.adapters.keys_convert import (
+    OUTDATED_METADATA,
+    ConvertedTensor,
+    Shape,
+    adapter_layers,
+    plan_conversion,
+)
+from supertuner.models.adapters.keys_schemes import ALPHA, LORA_A, KeyScheme
 from supertuner.train.checkpoint.manifest import MANIFEST_FILE
 
 if TYPE_CHECKING:
@@ -105,17 +113,31 @@ def open_adapter(path: Path, family: str | None = None) -> AdapterFile:
     file = AdapterFile(path, reading, {entry.name: entry for entry in entries}, len(header), metadata)
     family_name = str(file.supertuner_metadata.get("family"))
     own_family = layers_of(family_name) if family_name in FAMILIES else None
-    if family is None and len(reading.families) > 1 and own_family in reading.families:
-        return replace(file, reading=read_keys(keys, own_family))
+    if family is None and len(reading.families) > 1:
+        fitting = [own_family] if own_family in reading.families else _families_of_size(file)
+        if len(fitting) == 1:
+            return replace(file, reading=read_keys(keys, fitting[0]))
     return file
+
+
+def _families_of_size(file: AdapterFile) -> list[str]:
+    """The families of a LoRA, among those with all its layers, that have a published model of its size."""
+    layers = [layer for layer in adapter_layers(file.reading) if layer.is_lora and layer.module.endswith("attn.to_q")]
+    sizes = {file.entries[layer.keys[LORA_A]].shape[-1] for layer in layers}
+    blocks = max((int(number) for layer in layers for number in re.findall(r"\d+", layer.module)), default=0) + 1
+    return [
+        family
+        for family in file.reading.families
+        if any(sizes == {width} and blocks <= count for width, count in FAMILY_LAYERS[family].published_sizes)
+    ]
 
 
 def refuse_checkpoint_part(path: Path) -> None:
     """ModelError for a part of a checkpoint: alpha and expert are settings of its run, and not in the file."""
     if path.name.startswith(TRAINED_PART_PREFIXES) and (path.parent / MANIFEST_FILE).is_file():
         raise ModelError(
-            f"{path} is a part of a checkpoint and does not contain its alpha, which is a setting of its run; to "
-            f"export it, train with another run.name, checkpoints.resume={path.parent} and train.max_steps at its step"
+            f"{path} is a part of a checkpoint and does not contain its alpha, which is a setting of its run; name the "
+            f"checkpoint itself: `supertuner adapter export {path.parent} --for PROGRAM`"
         )
 
 
@@ -156,15 +178,19 @@ def convert_adapter(
         pieces = _plan_conversion(file, scheme, family)
     except ModelError as error:
         raise ModelError(f"{file.path} cannot be written as {scheme.name}: {error}") from error
-    supertuner_metadata = {**file.supertuner_metadata, "converted": f"{file.reading.scheme.name} to {scheme.name}"}
+    with _open_adapter_file(file.path) as fd, _create_file(out, overwrite) as out_fd:
+        _write_tensor_file(out_fd, fd, file, pieces, converted_metadata(file, scheme))
+    return len(pieces)
+
+
+def converted_metadata(file: AdapterFile, scheme: KeyScheme, **facts: str) -> dict[str, str]:
+    """The metadata of the file after its conversion. `facts` are added to those of SuperTuner."""
+    conversion = f"{file.reading.scheme.name} to {scheme.name}"
+    supertuner_metadata = {**file.supertuner_metadata, "converted": conversion, **facts}
     if not scheme.marks_experts and file.reading.experts[0] is not None:
         supertuner_metadata["expert"] = file.reading.experts[0]
     metadata = {key: text for key, text in file.metadata.items() if key not in OUTDATED_METADATA}
-    with _open_adapter_file(file.path) as fd, _create_file(out, overwrite) as out_fd:
-        _write_tensor_file(
-            out_fd, fd, file, pieces, {**metadata, "format": "pt", SUPERTUNER_KEY: json.dumps(supertuner_metadata)}
-        )
-    return len(pieces)
+    return {**metadata, "format": "pt", SUPERTUNER_KEY: json.dumps(supertuner_metadata)}
 
 
 def load_adapter_tensors(file: AdapterFile, scheme: KeyScheme, family: str | None = None) -> dict[str, Tensor]:

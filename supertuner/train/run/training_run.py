@@ -78,8 +78,16 @@ class TrainingRun:
 
     def lr_factor(self, step: int) -> float:
         """The factor of all learning rates in a step: warm-up and schedule."""
-        optimizer = self.config.optimizer
-        return learning_rate_factor(step, self.schedule.total_steps, optimizer.lr_scheduler, optimizer.lr_warmup_steps)
+        settings = self.config.optimizer
+        return learning_rate_factor(
+            step,
+            self.schedule.total_steps,
+            settings.lr_scheduler,
+            settings.lr_warmup_steps,
+            settings.lr_end_factor,
+            settings.lr_power,
+            settings.lr_cycles,
+        )
 
     def dataloader(self) -> TrainingDataLoader:
         """Windows from the current step on."""

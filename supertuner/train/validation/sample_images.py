@@ -127,7 +127,7 @@ def preserve_training_state(modules: Iterable[nn.Module]) -> Iterator[None]:
 class SampleSheet:
     """The sample files of one validation, written one by one as the samples are made."""
 
-    def __init__(self, folder: Path, plan: ValidationSamplePlan, run: str, step: int, weights: str) -> None:
+    def __init__(self, folder: Path, plan: ValidationSamplePlan, run: str, step: int | None, weights: str) -> None:
         self._folder, self._plan = folder, plan
         self._facts: dict[str, JSON] = {"format": FORMAT_VERSION, "run": run, "step": step, "weights": weights}
         self._labels = _labels(plan, run, step, weights)
@@ -177,13 +177,14 @@ class SampleSheet:
         return name
 
 
-def _labels(plan: ValidationSamplePlan, run: str, step: int, weights: str) -> GridLabels:
+def _labels(plan: ValidationSamplePlan, run: str, step: int | None, weights: str) -> GridLabels:
     size = plan.size
     frames = f", {size.frames} frames" if size.frames > 1 else ""
     negative = f", not: {plan.negative_prompt}" if plan.negative_prompt else ""
     steps = f"{plan.inference_steps} inference steps, guidance {plan.guidance_scale:g}{negative}"
     note = f"{weights}; {size.width}×{size.height}{frames}; {steps}"
-    return GridLabels(f"{run}, step {step}", note, plan.prompts, plan.seeds)
+    title = run if step is None else f"{run}, step {step}"
+    return GridLabels(title, note, plan.prompts, plan.seeds)
 
 
 def _request_facts(request: SampleRequest, frames: NDArray[np.uint8], plan: ValidationSamplePlan) -> dict[str, JSON]:

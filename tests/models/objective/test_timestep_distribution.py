@@ -8,6 +8,8 @@ from statistics import NormalDist
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.training_utils import compute_density_for_timestep_sampling
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -153,3 +155,19 @@ def test_the_shift_equals_that_of_diffusers_scheduler() -> None:
     scheduler = FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=3.0)
     ours = [shift_sigma((i + 1) / 1000, 3.0) for i in reversed(range(1000))]
     assert scheduler.sigmas[:1000].tolist() == pytest.approx(ours, abs=1e-6)
+
+
+@pytest.mark.parametrize("mean", [-1.0, 0.4])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_diffusers_scripts_draw_these_noise_levels_with_the_opposite_logit_mean(mean: float, shift: float) -> None:
+    """As in train_dreambooth_lora_flux.py and _sd3.py: u indexes the timesteps, which descend from noise to clean."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    random_numbers = torch.Generator().manual_seed(5)
+    u = compute_density_for_timestep_sampling("logit_normal", 200_000, mean, 0.8, generator=random_numbers)
+    theirs = scheduler.sigmas[(u * scheduler.config.num_train_timesteps).long()]
+    shares = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
+    ours = sigma_at(shares, TimestepDistribution("logit_normal", -mean, 0.8, shift))
+    assert theirs.quantile(shares) == pytest.approx(ours, abs=0.01)
+    assert theirs.quantile(shares) != pytest.approx(
+        sigma_at(shares, TimestepDistribution("logit_normal", mean, 0.8, shift)), abs=0.05
+    )

@@ -310,10 +310,9 @@ def test_an_export_for_comfyui_has_names_that_comfyui_reads(family: str, tmp_pat
         for tensor in ("lora_A", "lora_B")
     }
     save_file(given, tmp_path / "a.safetensors")
-    _, counts = export_adapter(open_adapter(tmp_path / "a.safetensors", family), "comfyui", tmp_path / "b.safetensors")
-    [(made, count)] = counts.items()
-    found = open_adapter(made, family)
-    assert count >= 2 and FAMILY_LAYERS[family].comfyui_loads(found.reading.scheme)
+    (made,) = export_adapter(open_adapter(tmp_path / "a.safetensors", family), "comfyui", tmp_path / "b.safetensors")
+    found = open_adapter(made.path, family)
+    assert made.tensors >= 2 and FAMILY_LAYERS[family].comfyui_loads(found.reading.scheme)
     assert found.reading.scheme.style == KEY_SCHEMES[FAMILY_LAYERS[family].comfyui_scheme].style
 
 
@@ -321,11 +320,12 @@ def test_dora_is_written_for_comfyui_with_the_only_key_it_reads(tmp_path: Path) 
     given = wan_lora(KEY_SCHEMES["diffusers"], None)
     given["transformer.blocks.0.attn1.to_q.lora_magnitude_vector"] = random_tensor(24)
     save_file(given, tmp_path / "a.safetensors")
-    _, counts = export_adapter(open_adapter(tmp_path / "a.safetensors"), "comfyui", tmp_path / "b.safetensors")
-    [made] = counts
-    written = load_file(made)
-    assert written["diffusion_model.blocks.0.self_attn.q.dora_scale"].shape == (24, 1)
-    assert FAMILY_LAYERS["wan2.2"].comfyui_loads(open_adapter(made).reading.scheme, dora=True)
+    factors = {"blocks.0.attn1.to_q": torch.full((24,), 2.0)}
+    (made,) = export_adapter(open_adapter(tmp_path / "a.safetensors"), "comfyui", magnitude_factors=factors)
+    written = load_file(made.path)["diffusion_model.blocks.0.self_attn.q.dora_scale"]
+    magnitudes = given["transformer.blocks.0.attn1.to_q.lora_magnitude_vector"]
+    assert torch.equal(written, 2 * magnitudes.reshape(24, 1))
+    assert FAMILY_LAYERS["wan2.2"].comfyui_loads(open_adapter(made.path).reading.scheme, dora=True)
     assert not FAMILY_LAYERS["wan2.2"].comfyui_loads(KEY_SCHEMES["original"], dora=True)
 
 

@@ -13,7 +13,7 @@ from supertuner.arena.run_context import RunContext
 from supertuner.cli import app
 from supertuner.config.sources.load import load_config
 from supertuner.train.export.adapter_files import open_adapter
-from supertuner.train.export.export import export
+from supertuner.train.export.export import RunExporter
 from supertuner.train.setup import open_run
 from tests.train.runs import config
 
@@ -23,12 +23,14 @@ def exported(tmp_path: Path) -> list[Path]:
     folder = tmp_path / "a" / "run"
     folder.mkdir(parents=True)
     with open_run(load_config(file).config, RunContext.silent(folder)) as run:
-        return export(run)
+        return RunExporter(run).finish()
 
 
 def test_a_file_can_be_traced_to_its_run_and_reveals_nothing_about_the_machine(tmp_path: Path) -> None:
     made = exported(tmp_path)
-    assert [path.name for path in made] == ["run_high_noise.safetensors", "run_low_noise.safetensors"]
+    assert [path.name for path in made] == [
+        f"run-step00000000_{expert}.safetensors" for expert in ("high_noise", "low_noise")
+    ]
     for path, expert in zip(made, ("high_noise", "low_noise"), strict=True):
         with safe_open(path, "pt") as opened:
             metadata = opened.metadata()

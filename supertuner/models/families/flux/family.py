@@ -9,6 +9,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from torch import Tensor, nn
 
+from supertuner.config.settings.model import DEFAULT_GUIDANCE
 from supertuner.models.adapters.targets import JOINT_ATTENTION, target_presets
 from supertuner.models.families import image_common, tiny_pipelines
 from supertuner.models.families.sampling_common import PipelineOptions, build_sampler
@@ -21,15 +22,18 @@ COMPONENTS: Final = (
     "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler",
 )  # fmt: skip
 MAX_TEXT_TOKENS: Final = 512
-TRAINING_GUIDANCE: Final = 1.0
-"""The guidance input of a distilled model during training: 1 is no guidance, so that the model learns the data."""
 
 
 def read_model(source: ModelSource) -> ModelDescription:
     source, configs = read_pipeline(source, NAME, COMPONENTS)
     distilled = configs["transformer"].get("guidance_embeds")
-    title = f"Flux, {'guidance is an input' if distilled else 'without guidance'}"
-    return image_common.image_model(source, configs, title=title, shift=largest_shift(source, configs, 1.15))
+    return image_common.image_model(
+        source,
+        configs,
+        title=f"Flux, {'guidance is an input' if distilled else 'without guidance'}",
+        shift=largest_shift(source, configs, 1.15),
+        training_guidance=DEFAULT_GUIDANCE if distilled else None,
+    )
 
 
 def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> CaptionEncoder:
@@ -53,12 +57,11 @@ def denoise(
     model: ModelDescription, module: nn.Module, noisy: Tensor, sigmas: Tensor, text: Tensors, conditions: Tensors
 ) -> Tensor:
     """Calls the transformer as the pipeline does: packed tokens, their coordinates, and sigmas without a factor."""
-    embeds = text["embeds"]
-    has_guidance_input = bool(model.configs["transformer"].get("guidance_embeds"))
+    embeds, guidance = text["embeds"], model.training_guidance
     predicted = module(
         hidden_states=image_common.pack_latents(noisy),
         timestep=sigmas,
-        guidance=torch.full_like(sigmas, TRAINING_GUIDANCE) if has_guidance_input else None,
+        guidance=None if guidance is None else torch.full_like(sigmas, guidance),
         pooled_projections=text["pooled"],
         encoder_hidden_states=embeds,
         txt_ids=torch.zeros(embeds.shape[1], 3, device=noisy.device),

@@ -58,4 +58,13 @@ LAYERS: Final = FamilyLayers(
         "original": ("diffusion_model", "lora_unet"),
         "diffusers": ("diffusers", "lycoris", "lora_transformer", "bare"),
     },
+    processor_names={  # XLabs
+        "double_blocks.#.processor.qkv_lora1": "transformer_blocks.#.(attn.to_q+attn.to_k+attn.to_v)",
+        "double_blocks.#.processor.qkv_lora2": "transformer_blocks.#.(attn.add_q_proj+attn.add_k_proj+attn.add_v_proj)",
+        "double_blocks.#.processor.proj_lora1": "transformer_blocks.#.attn.to_out.0",
+        "double_blocks.#.processor.proj_lora2": "transformer_blocks.#.attn.to_add_out",
+        "single_blocks.#.processor.qkv_lora": "single_transformer_blocks.#.(attn.to_q+attn.to_k+attn.to_v)",
+        "single_blocks.#.processor.proj_lora": "single_transformer_blocks.#.proj_out",
+    },
+    published_sizes=((3072, 19),),
 )

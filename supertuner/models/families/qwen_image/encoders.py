@@ -65,7 +65,7 @@ class QwenMediaEncoder(ImageVaeEncoder):
 
 
 def build_media_encoder(model: ModelDescription, device: torch.device) -> QwenMediaEncoder:
-    return QwenMediaEncoder(loading.load_module(model, "vae", torch.float32), device)
+    return QwenMediaEncoder(loading.load_module(model, "vae", torch.float32, loading.to_device(device)), device)
 
 
 def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> CaptionEncoder:

@@ -23,6 +23,7 @@ _ORIGINAL_NAMES: Final[Mapping[str, str | None]] = {
 }
 
 LAYERS: Final = FamilyLayers(
+    published_sizes=((3072, 60),),
     family="qwen-image",
     original_names=_ORIGINAL_NAMES,
     comfyui_scheme="original",

@@ -48,7 +48,7 @@ class QwenEditTextEncoder:
 
     def __init__(self, processor: Any, encoder: Any, device: torch.device) -> None:
         self._processor = processor
-        self._encoder = encoder.to(device)
+        self._encoder = encoder
         self._device = device
         self.truncated_captions = 0
         """Always 0: the pipeline passes captions of any length to the denoiser."""
@@ -95,4 +95,5 @@ def build_text_encoder(model: ModelDescription, device: torch.device, dtype: tor
     if model.source.without_weights:
         tokenizer = loading.load_tokenizer_or_scheduler(model, "tokenizer")
         return WeightlessEditTextEncoder(tokenizer, loading.load_module(model, "text_encoder", dtype), device)
-    return QwenEditTextEncoder(load_processor(model), loading.load_module(model, "text_encoder", dtype), device)
+    encoder = loading.load_module(model, "text_encoder", dtype, loading.to_device(device))
+    return QwenEditTextEncoder(load_processor(model), encoder, device)

@@ -44,6 +44,7 @@ LAYERS: Final = FamilyLayers(
     original_names=_ORIGINAL_NAMES,
     convolutions=frozenset({"pos_embed.proj"}),
     comfyui_scheme="diffusers",
+    published_sizes=((1536, 24), (2432, 38)),
     comfyui_reads={
         "original": ("diffusion_model", "lora_unet"),
         "diffusers": ("diffusers", "lycoris", "lora_transformer", "peft"),

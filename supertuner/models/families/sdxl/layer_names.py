@@ -75,4 +75,10 @@ LAYERS: Final = FamilyLayers(
     convolutions=frozenset(name for name in _ORIGINAL_NAMES if name.endswith(_CONVOLUTION_SUFFIXES)),
     comfyui_scheme="kohya",
     comfyui_reads={"original": ("diffusion_model", "lora_unet"), "diffusers": ("lora_unet", "lycoris")},
+    processor_names={  # diffusers before 0.22
+        row.replace(f".{name}", f".processor.{name.removesuffix('.0')}_lora"): row
+        for row in _ORIGINAL_NAMES
+        for name in ("to_q", "to_k", "to_v", "to_out.0")
+        if row.endswith(f".{name}")
+    },
 )

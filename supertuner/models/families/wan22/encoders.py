@@ -21,7 +21,7 @@ class WanMediaEncoder:
     """Pixels to normalized latents; with `conditioned` also the first-frame condition of image-to-video."""
 
     def __init__(self, vae: Any, device: torch.device, conditioned: bool) -> None:
-        self._vae = vae.to(device)
+        self._vae = vae
         self._device = device
         self._conditioned = conditioned
         shape = (1, vae.config.z_dim, 1, 1, 1)
@@ -62,7 +62,8 @@ class WanMediaEncoder:
 
 def build_media_encoder(model: ModelDescription, device: torch.device) -> WanMediaEncoder:
     """In fp32, the precision that Wan's VAE is published for."""
-    return WanMediaEncoder(loading.load_module(model, "vae", torch.float32), device, model.needs_first_frame)
+    vae = loading.load_module(model, "vae", torch.float32, loading.to_device(device))
+    return WanMediaEncoder(vae, device, model.needs_first_frame)
 
 
 def build_text_encoder(model: ModelDescription, device: torch.device, dtype: torch.dtype) -> CaptionEncoder:

@@ -12,6 +12,7 @@ from supertuner.config.settings.model import single_file_setting
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import ModelError
+from supertuner.core.interrupts import raise_lost_interrupt
 from supertuner.models.family_loader import load_family as family_of
 from supertuner.models.spec import Family, ModelDescription, ModelSource
 
@@ -52,10 +53,15 @@ def _with_single_files(config: RunConfig, family: Family, model: ModelDescriptio
     return family.read_model(ModelSource(source.path, source.revision, source.variant, source.offline, file_by_part))
 
 
+def tiny_model_folder(family_name: str, run_dir: Path) -> Path:
+    """Where the tiny model of a family is, or will be, in a run's folder."""
+    return run_dir / f"{TINY_MODEL}-{family_name}"
+
+
 def _tiny_model_path(family: Family, folder: Path) -> Path:
     """The family's tiny model in the run's folder; written now, completely or not at all, if it is missing."""
-    name = f"{TINY_MODEL}-{family.name}"
-    target, temporary = folder / name, folder / f".making-{name}"
+    target = tiny_model_folder(family.name, folder)
+    temporary = folder / f".making-{target.name}"
     if not target.exists():
         if temporary.exists():
             shutil.rmtree(temporary)
@@ -63,6 +69,7 @@ def _tiny_model_path(family: Family, folder: Path) -> Path:
             family.write_tiny_pipeline(temporary, 0)
         except SafetensorError as error:  # raised when the disk is full
             raise ModelError(f"{target} cannot be written: {error}; free some space") from error
+        raise_lost_interrupt()  # it may have left a file incomplete
         os.rename(temporary, target)
         sync_folder(folder)
     return target
