@@ -14,6 +14,8 @@ Tree = dict[str, Any]
 FAMILIES: Final = ("wan2.2", "flux", "qwen-image", "qwen-image-edit", "sdxl", "sd3.5")
 CONFIG: Final = "config.json"
 RUN: Final = "runs/run"
+EXPORT: Final = f"{RUN}/exports/step-00000004/run-step00000004"
+"""Exported files of the base case, without the expert."""
 """Where the usual run's folder is, seen from its case's."""
 
 
@@ -226,13 +228,13 @@ def _resumed() -> Iterator[tuple[str, Case]]:
 def _on_top_of_files() -> Case:
     sets = ["--set", "run.name=again"]
     for expert in ("high_noise", "low_noise"):
-        sets += ["--set", f"adapter.{expert}.start_from={RUN}/exports/run_{expert}.safetensors"]
-        sets += ["--set", f"adapter.{expert}.frozen={RUN}/exports/run_{expert}.safetensors"]
+        sets += ["--set", f"adapter.{expert}.start_from={EXPORT}_{expert}.safetensors"]
+        sets += ["--set", f"adapter.{expert}.frozen={EXPORT}_{expert}.safetensors"]
     return Case(calls=[TRAIN, Call(["train", CONFIG, *sets])])
 
 
 def _adapter_files() -> Case:
-    high, low = (f"{RUN}/exports/run_{expert}.safetensors" for expert in ("high_noise", "low_noise"))
+    high, low = (f"{EXPORT}_{expert}.safetensors" for expert in ("high_noise", "low_noise"))
     half = ["--base", f"{RUN}/tiny-wan2.2", "--out", "made/merged", "--strength", "0.5"]
     calls = [
         TRAIN,

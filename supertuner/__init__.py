@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from supertuner.api.forecasting import RunPlan as RunPlan
     from supertuner.api.forecasting import estimate as estimate
     from supertuner.api.forecasting import plan as plan
+    from supertuner.api.sampling import GeneratedSamples as GeneratedSamples
+    from supertuner.api.sampling import sample as sample
     from supertuner.api.training import TrainingResult as TrainingResult
     from supertuner.api.training import train as train
     from supertuner.config.sources.load import LoadedConfig as LoadedConfig
@@ -57,6 +59,7 @@ _MODULES = {
 }
 """Public name → the module that it is."""
 _MEMBERS = {
+    "GeneratedSamples": "supertuner.api.sampling",
     "LoadedConfig": "supertuner.config.sources.load",
     "RunForecast": "supertuner.plan.forecast.results",
     "RunPlan": "supertuner.api.forecasting",
@@ -71,6 +74,7 @@ _MEMBERS = {
     "load_config": "supertuner.api.configuration",
     "open_run": "supertuner.runs.run_reader",
     "render_config": "supertuner.api.configuration",
+    "sample": "supertuner.api.sampling",
     "send_request": "supertuner.runs.request_client",
 }
 """Public name → the module that defines it."""
@@ -78,6 +82,7 @@ _FUNCTIONS_OF_PACKAGES = {"plan": "supertuner.api.forecasting", "train": "supert
 """Name of a function that a sub-package has as well → the module that defines the function."""
 
 __all__ = [
+    "GeneratedSamples",
     "LoadedConfig",
     "RunForecast",
     "RunPlan",
@@ -101,6 +106,7 @@ __all__ = [
     "open_run",
     "plan",
     "render_config",
+    "sample",
     "send_request",
     "train",
 ]

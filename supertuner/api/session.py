@@ -17,6 +17,7 @@ from supertuner.config.sources.load import LoadedConfig, load_config
 from supertuner.core.errors import ConfigError, SourceError
 from supertuner.core.events import DecisionEvent, NoteEvent, NullSink, Sink, TeeSink, WarningEvent
 from supertuner.core.host import HostFacts
+from supertuner.core.interrupts import interrupts_win
 from supertuner.data.staging.arena_lookup import require_paths
 from supertuner.sinks.console import ConsoleSink
 from supertuner.sinks.run_folder import RunFolder
@@ -47,12 +48,13 @@ def arena_lifetime(config: RunConfig) -> ArenaLifetime:
 
 
 def load_command_config(
-    path: Path, sets: Sequence[str], *, limit: int | None = None, strict: bool = False
+    path: Path, sets: Sequence[str], *, limit: int | None = None, strict: bool = False, needs_data: bool = True
 ) -> LoadedConfig:
     """Load a configuration and apply a command's `--limit` and `--strict` to each of its datasets.
 
     With these options a named run gets another name, so that a first try does not occupy the folder of the real run.
-    The folder of a dataset may be missing if its staged arena still exists.
+    The folder of a dataset may be missing if its staged arena still exists, or if the command does without data
+    (`needs_data`).
     """
     try:
         config = load_config(path, sets=sets, check_paths=False).config
@@ -67,7 +69,8 @@ def load_command_config(
         name_suffixes = [*([f"limit-{limit}"] if limit is not None else []), *(["strict"] if strict else [])]
         all_sets.append("run.name=" + "-".join([config.run.name, *name_suffixes]))
     loaded = load_config(path, sets=all_sets, check_paths=False)
-    require_paths(loaded)
+    if needs_data:
+        require_paths(loaded)
     return loaded
 
 
@@ -87,9 +90,11 @@ def open_session(
     name = run_name(loaded, saved_config)
     strip_uvm_keys_for_torch()  # the configuration has read these keys; stock torch would reject them
     if not launcher.is_main_process:
-        yield RunSession(config, config.run.output_dir / name, None, NullSink(), NullSink(), HostFacts(), launcher)
+        with interrupts_win():
+            yield RunSession(config, config.run.output_dir / name, None, NullSink(), NullSink(), HostFacts(), launcher)
         return
     with (
+        interrupts_win(),
         ConsoleSink() if show_progress else nullcontext(NullSink()) as console,
         RunFolder(config.run.output_dir / name, name, saved_config) as folder,
     ):

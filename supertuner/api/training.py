@@ -109,7 +109,7 @@ def train_in_session(
         from supertuner.distributed.watchdog.heartbeat import Heartbeat, HeartbeatProgress, HeartbeatSink
         from supertuner.plan.forecast.preflight import preflight_check
         from supertuner.runs.loss_curve import draw_curve
-        from supertuner.train.export.export import export
+        from supertuner.train.export.export import RunExporter
         from supertuner.train.loop import STOPPED_BY_CALLBACK
         from supertuner.train.loop import train as run_loop
         from supertuner.train.run_checks import select_device
@@ -147,7 +147,8 @@ def train_in_session(
             open_run(config, context, resume=resume, process_group=process_group, planner=planning)
         )
         ending = run_loop(run, should_stop=callback_sink.should_stop, on_saved=callback_sink.checkpoint_saved)
-        adapters = tuple(export(run)) if ending.stopped_by in (None, STOPPED_BY_CALLBACK) else ()
+        finished = ending.stopped_by in (None, STOPPED_BY_CALLBACK)
+        adapters = tuple(RunExporter(run).finish()) if finished else ()
         curve = None
         # The loss log is empty if the run was complete before this session.
         if run_session.launcher.is_main_process and (run_dir / LOSSES_FILE).stat().st_size:

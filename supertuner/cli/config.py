@@ -14,7 +14,6 @@ from supertuner.core.types import escape_lines
 
 if TYPE_CHECKING:
     from supertuner.config.sources.load import LoadedConfig
-    from supertuner.core.events import WarningEvent
 
 app = typer.Typer(help="Validate, show and convert configurations.", no_args_is_help=True)
 
@@ -45,7 +44,8 @@ def validate(
         except ConfigError as error:
             failed = True
             problems = [{"path": p.path, "message": p.message} for p in error.problems]
-            reports.append({"config": str(path), "valid": False, "problems": problems})
+            notes = [{"what": note.path, "message": note.message} for note in error.notes]
+            reports.append({"config": str(path), "valid": False, "problems": problems, "notes": notes})
             if not as_json:
                 typer.echo(escape_lines(str(error)), err=True)
             continue
@@ -141,12 +141,10 @@ def _language_from_suffix(path: Path) -> LanguageChoice:
 
 def _print_notes(loaded: LoadedConfig, err: bool = False) -> None:
     """Print one line per message; keys with the same message share a line."""
-    by_message: dict[str, list[WarningEvent]] = {}
-    for note in loaded.notes:
-        by_message.setdefault(note.message, []).append(note)
-    for message, notes in by_message.items():
-        what = ", ".join(note.what for note in notes)
-        typer.echo(escape_lines(f"  note: {what}: {message}"), err=err)
+    from supertuner.config.sources.load import group_notes
+
+    for note in group_notes(loaded.notes):
+        typer.echo(escape_lines(f"  {note}"), err=err)
 
 
 def _summary(loaded: LoadedConfig) -> str:

@@ -2,7 +2,7 @@
 
 The caller syncs the files that it writes; the folder itself is synced here.
 
-.writing-NAME     being written; after a kill, the next write removes it
+.writing-NAME     being written, or being removed; after a kill, the next write removes it
 .replaced-NAME    an earlier folder of that name, until the new one has it; after a kill in between, it is restored
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import TrainError
+from supertuner.core.interrupts import raise_lost_interrupt
 
 WRITING_PREFIX, REPLACED_PREFIX = ".writing-", ".replaced-"
 
@@ -33,6 +34,7 @@ def atomic_folder(parent: Path, name: str, is_same: Callable[[Path, Path], bool]
         new.mkdir()
     try:
         yield new
+        raise_lost_interrupt()  # it may have left a file incomplete
         with explain_write_errors(parent):
             sync_folder(new)
             if not (target.is_dir() and is_same(target, new)):
@@ -62,6 +64,14 @@ def finish_interrupted_writes(parent: Path) -> None:
                 shutil.rmtree(entry)
             else:
                 os.rename(entry, target)
+
+
+def remove_folder(parent: Path, name: str) -> None:
+    """Remove the folder `parent / name`, hidden first, so that no incomplete folder is ever found under its name."""
+    hidden = parent / f"{WRITING_PREFIX}{name}"
+    os.rename(parent / name, hidden)
+    sync_folder(parent)
+    shutil.rmtree(hidden)
 
 
 def _publish(parent: Path, new: Path, name: str) -> None:

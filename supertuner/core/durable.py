@@ -8,6 +8,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from supertuner.core.types import JSON
@@ -47,7 +48,8 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
             os.fsync(out.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        os.unlink(temporary)
+        with suppress(FileNotFoundError):  # an interrupt came after the rename
+            os.unlink(temporary)
         if isinstance(error, OSError):
             error.filename = str(path)  # the error of a full disk does not name the file
         raise

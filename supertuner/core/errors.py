@@ -53,15 +53,35 @@ class ConfigProblem:
         return f"{self.path}: {self.message}" if self.path else self.message
 
 
+@dataclass(frozen=True, slots=True)
+class ConfigNote:
+    """What a valid key of a configuration means here, or why it has no effect."""
+
+    path: str
+    """The path of the key; several, separated by commas, if they share the message."""
+    message: str
+
+    def __str__(self) -> str:
+        return f"note: {self.path}: {self.message}"
+
+
 class ConfigError(SuperTunerError):
     exit_code = 2
 
-    def __init__(self, source: str, problems: Sequence[ConfigProblem]) -> None:
+    def __init__(self, source: str, findings: Sequence[ConfigProblem | ConfigNote]) -> None:
+        """`findings` are the problems, and notes about other keys, in the order in which they are shown."""
         self.source = source
-        self.problems = tuple(problems)
+        self.findings = tuple(findings)
+        self.problems = tuple(finding for finding in findings if isinstance(finding, ConfigProblem))
         count = f"{len(self.problems)} error" + ("s" if len(self.problems) != 1 else "")
-        lines = [f"config error in {source}", *(f"  {p}" for p in self.problems), f"{count}; nothing was started"]
-        super().__init__("\n".join(lines))
+        # With notes in between, errors are marked; an error that spans several lines would look like a note otherwise.
+        mark = "error: " if len(self.findings) > len(self.problems) else ""
+        shown = [f"  {mark if isinstance(finding, ConfigProblem) else ''}{finding}" for finding in self.findings]
+        super().__init__("\n".join([f"config error in {source}", *shown, f"{count}; nothing was started"]))
+
+    @property
+    def notes(self) -> tuple[ConfigNote, ...]:
+        return tuple(finding for finding in self.findings if isinstance(finding, ConfigNote))
 
 
 class OptionError(SuperTunerError):

@@ -64,7 +64,9 @@ def test_a_stopped_run_is_exported_and_resumes_to_the_same_losses(tmp_path: Path
     assert all(saved.path.is_dir() for saved in whole.checkpoints)
     for ours, theirs in zip(complete.adapters, resumed.adapters, strict=True):
         assert ours.read_bytes() == theirs.read_bytes()
-    assert [path.name for path in stopped.adapters] == ["run_high_noise.safetensors", "run_low_noise.safetensors"]
+    assert [path.name for path in stopped.adapters] == [
+        f"run-step00000003_{expert}.safetensors" for expert in ("high_noise", "low_noise")
+    ]
     for result in (complete, whole.validations[0], whole.checkpoints[0]):
         assert json.loads(json.dumps(result.to_dict()))
 

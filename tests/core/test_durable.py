@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from supertuner.core import durable
+from tests.ctrl_c import ctrl_c_at, return_from
 
 WRITE_FOREVER = """
 import sys
 from pathlib import Path
 from supertuner.core import durable
+from tests.ctrl_c import ctrl_c_at, return_from
 path = Path(sys.argv[1])
 for turn in range(10**9):
     durable.write_bytes(path, bytes([turn % 256]) * 300_000)
@@ -56,6 +58,12 @@ def test_a_failed_write_keeps_the_old_file_and_no_temporary_file_remains(tmp_pat
         durable.write_bytes(tmp_path / "a.json", "not bytes")  # type: ignore[arg-type]
     assert json.loads((tmp_path / "a.json").read_text()) == {"n": 1}
     assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_an_interrupt_just_after_the_rename_stays_an_interrupt(tmp_path: Path) -> None:
+    with ctrl_c_at(return_from(os.replace)) as ctrl_c, pytest.raises(KeyboardInterrupt):
+        durable.write_bytes(tmp_path / "a.json", b"new")
+    assert ctrl_c.sent and (tmp_path / "a.json").read_bytes() == b"new"
 
 
 def test_a_name_that_is_not_utf8_is_read_back_unchanged(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def test_all_pictures_and_exports_exist(made: QuickstartResult) -> None:
         with Image.open(picture) as opened:
             assert len(np.unique(np.asarray(opened.convert("RGB").reduce(4)).reshape(-1, 3), axis=0)) > 50
     assert [path.name for path in made.training.adapters] == [
-        "quickstart_high_noise.safetensors",
-        "quickstart_low_noise.safetensors",
+        "quickstart-step00000250_high_noise.safetensors",
+        "quickstart-step00000250_low_noise.safetensors",
     ]
 
 

@@ -11,6 +11,6 @@ from tests.train.runs import TrainingForkServer
 
 @pytest.fixture(scope="session")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingForkServer]:
-    made = TrainingForkServer(tmp_path_factory.mktemp("parent") / "log")
+    made = TrainingForkServer(tmp_path_factory.mktemp("parent") / "log", "tests.train.interrupted_runs")
     yield made
     made.close()

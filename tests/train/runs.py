@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,15 @@ class TrainingForkServer:
 
     def printed(self, *arguments: str, cwd: Path = ROOT) -> str:
         """What `supertuner arguments…` printed; it must succeed."""
+        code, text = self.code_and_output(*arguments, cwd=cwd)
+        assert code == 0, self.output()
+        return text
+
+    def code_and_output(self, *arguments: str, cwd: Path = ROOT) -> tuple[int, str]:
+        """The exit code of `supertuner arguments…`, and what it printed."""
         start = Path(self._log.name).stat().st_size
-        assert self.wait(self.begin(*arguments, cwd=cwd)) == 0, self.output()
-        return Path(self._log.name).read_bytes()[start:].decode()
+        code = self.wait(self.begin(*arguments, cwd=cwd))
+        return code, Path(self._log.name).read_bytes()[start:].decode()
 
     def train_together(self, *configs: Path) -> list[int]:
         """Run several configurations at the same time; returns their exit codes."""
@@ -155,6 +162,11 @@ class TrainingForkServer:
     def _line(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline().decode().strip()
+
+
+def exported_file(run: Path, expert: str) -> Path:
+    """The file of an expert in the newest export of a run, in our own names."""
+    return next(max((run / "exports").glob("step-*")).glob(f"*_{expert}.safetensors"))
 
 
 def artefacts(run: Path) -> dict[str, bytes]:
@@ -216,6 +228,9 @@ def _fork(folder: str, arguments: list[str]) -> int:
         code = 0
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else 0 if ending.code is None else 1
+    except Exception:
+        traceback.print_exc()
+        raise
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -22,7 +22,7 @@ from supertuner.models.family_loader import load_family
 from supertuner.models.fingerprint import fingerprint
 from supertuner.models.spec import ModelDescription, ModelSource
 from supertuner.step.precision import ComputePrecision
-from supertuner.train.model_source import open_model
+from supertuner.train.run.model_source import open_model
 from supertuner.train.run_checks import require_expert_settings
 from supertuner.train.setup import build_encoding_spec
 from supertuner.train.validation.validate import _captioned_samples

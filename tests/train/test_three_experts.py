@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from supertuner.runs.loss_files import read_losses
-from tests.train.runs import TrainingForkServer, artefacts, config
+from tests.train.runs import TrainingForkServer, artefacts, config, exported_file
 from tests.train.test_runs import interrupted, whole_and_again
 
 EXPERTS = ("early", "middle", "late")
@@ -54,17 +54,17 @@ def test_every_expert_is_trained_by_its_own_settings(runs: tuple[Path, Path]) ->
 def test_each_expert_is_exported_and_converted_for_comfyui(three: TrainingForkServer, runs: tuple[Path, Path]) -> None:
     ranks = {}
     for expert in EXPERTS:
-        file = runs[0] / "exports" / f"run_{expert}.safetensors"
+        file = exported_file(runs[0], expert)
         ranks[expert] = {len(tensor) for key, tensor in load_file(file).items() if "lora_A" in key}
         three.printed("adapter", "export", str(file), "--for", "comfyui", cwd=runs[0])
-        converted = load_file(runs[0] / "exports" / f"run_{expert}.comfyui.safetensors")
+        converted = load_file(file.with_name(f"{file.stem}.comfyui.safetensors"))
         assert all(key.startswith("diffusion_model.blocks.") for key in converted)
     assert ranks == {"early": {2}, "middle": {3}, "late": {2}}
 
 
 def test_each_adapter_is_merged_into_its_own_expert(three: TrainingForkServer, runs: tuple[Path, Path]) -> None:
     base = runs[0] / "tiny-three-stages"
-    files = [str(runs[0] / "exports" / f"run_{expert}.safetensors") for expert in EXPERTS]
+    files = [str(exported_file(runs[0], expert)) for expert in EXPERTS]
     three.printed("adapter", "merge", *files, "--base", str(base), "--out", str(runs[0] / "merged"), cwd=runs[0])
     weights = "diffusion_pytorch_model.safetensors"
     for part in ("transformer", "transformer_2", "transformer_3"):
@@ -98,4 +98,4 @@ def test_settings_of_experts_that_the_family_lacks_are_refused(three: TrainingFo
 def test_one_of_three_experts_is_trained_alone(three: TrainingForkServer, tmp_path: Path) -> None:
     changed = {**CHANGED, "model": {**CHANGED["model"], "experts": "middle"}, "optimizer": {"learning_rate": 0.001}}
     run = interrupted(three, tmp_path, "one", **changed)
-    assert [path.name for path in (run / "exports").glob("*.safetensors")] == ["run_middle.safetensors"]
+    assert {path.name.partition("_")[2] for path in (run / "exports").rglob("*.*")} == {"middle.safetensors"}

@@ -20,6 +20,7 @@ from typing import Final
 
 from supertuner.core.errors import BaselineError
 from supertuner.core.events import Progress
+from supertuner.core.interrupts import raise_interrupt
 from supertuner.core.types import KIB
 from supertuner.tools.baseline import record
 from supertuner.tools.baseline.record import JOB_FILE, MeasuredJob, MeasurementRequest
@@ -172,7 +173,7 @@ def exit_on_sigterm() -> Iterator[None]:
     """Make SIGTERM raise SystemExit, so that it runs all clean-up code as Ctrl-C does."""
 
     def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
+        raise_interrupt(SystemExit(128 + number))
 
     if threading.current_thread() is not threading.main_thread():
         yield

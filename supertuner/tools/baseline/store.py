@@ -33,6 +33,7 @@ CONFIG_FILE: Final = "config.json"
 REPORT_FILE: Final = "baseline_report.md"
 RATIOS_FILE: Final = "ratios.json"
 """The only file of a baseline of ratios, which is valid across machines (peer_ratios.py)."""
+STORED_FILES: Final = (BASELINE_FILE, RATIOS_FILE)
 FORMAT: Final = "supertuner baseline"
 VERSION: Final = 1
 CONFIG_REMEDY: Final = "capture it again, or give `check` another CONFIG"
@@ -154,10 +155,12 @@ def find_baseline(folder: Path, name: str) -> Path:
     for path in (folder / name, Path(name)):
         if (path / BASELINE_FILE).exists():
             return path
-    if (folder / name / RATIOS_FILE).is_file():
-        raise OptionError(f"{folder / name} holds ratios to a peer; give CONFIG and --peer SCRIPT")
-    existing = sorted(file.parent.name for file in folder.glob(f"*/{BASELINE_FILE}"))
+        if (path / RATIOS_FILE).is_file():
+            raise OptionError(f"{path} holds ratios to a peer; give CONFIG and --peer SCRIPT")
+    existing, ratios = (sorted(path.parent.name for path in folder.glob(f"*/{file}")) for file in STORED_FILES)
     known = f"{folder} has {', '.join(existing) or 'none'}"
+    if ratios:
+        known += f", and ratios to a peer, which need CONFIG and --peer SCRIPT: {', '.join(ratios)}"
     capture = f"`supertuner baseline capture {name} CONFIG` captures one"
     raise BaselineError(f"{folder / name} is not a baseline; {known}; {capture}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from supertuner.core.types import bytes_text
+from supertuner.sinks.phase_counters import rate_text
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -21,14 +22,14 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
 
 
 def format_amount(value: float, unit: str) -> str:
-    """`30.9 ms`, `511 MiB`, `1.23 ×`."""
+    """`30.9 ms`, `511 MiB`, `1.23 ×`, `0.25 samples/s`."""
     if unit == "bytes":
         return bytes_text(value)
-    if unit.startswith("s"):
+    if unit == "s" or unit.startswith("s/"):
         for name, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
             if abs(value) >= factor or name == "µs":
                 return f"{value / factor:.3g} {name}{unit[1:]}"
-    return f"{value:.3g} {unit}".rstrip()
+    return f"{rate_text(value)} {unit}".rstrip()
 
 
 def format_change(ratio: float) -> str:

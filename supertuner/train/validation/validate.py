@@ -14,17 +14,19 @@ from torch import nn
 
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import CollectiveError, ModelError, PeerError, SuperTunerError, TrainError
-from supertuner.core.events import Sink
+from supertuner.core.events import NullSink, Sink
+from supertuner.core.interrupts import interrupts_win
 from supertuner.data.batching.decoder_pool import DecoderPool
 from supertuner.data.batching.render import caption_for_sample
 from supertuner.data.corpus import Corpus
 from supertuner.data.ordering.micro_batches import MicroBatch, micro_batches
-from supertuner.memory.out_of_memory import explain_out_of_memory, release_unused_memory
+from supertuner.memory.out_of_memory import explain_out_of_memory
 from supertuner.models.attention import use_backend
-from supertuner.models.quantization import quantize_blocks
 from supertuner.models.spec import Family, ModelDescription, ModelSampler, SampleRequest
 from supertuner.plan import sample_requests as samples
 from supertuner.sinks.training_events import HeldOutLoss, train_held_out_event
+from supertuner.step.expert_setup import place_base_weights
+from supertuner.step.parameter_state import HOST
 from supertuner.train.run.training_run import SAMPLES_DIR, TrainingRun
 from supertuner.train.validation import held_out_loss as held_out
 from supertuner.train.validation import sample_images
@@ -33,6 +35,7 @@ ON_REQUEST_DIR = "asked"
 """Below `samples`: validations requested while the run trains, which are not part of its result."""
 
 
+@interrupts_win()
 def validate(run: TrainingRun, *, on_request: bool = False) -> Path:
     """Measure the held-out loss and make samples; returns the folder of the samples.
 
@@ -58,7 +61,6 @@ def validate(run: TrainingRun, *, on_request: bool = False) -> Path:
         with explain_oom():
             _report_held_out(run, _measure_held_out(run, weights), on_request)
             _write_samples(run, _build_sampler(run), weights, folder)
-    release_unused_memory(run.device)
     return folder / sample_images.samples_folder_name(run.step)
 
 
@@ -161,12 +163,12 @@ def _load_untrained_experts(run: TrainingRun) -> dict[str, nn.Module]:
     for expert in run.model.experts:
         if expert in run.experts or (kind == "as_computed" and sharder is None):
             continue
-        module = run.family.load_denoiser(run.model, expert, run.dtype)
+        device = HOST if sharder is not None else run.device
+        place = partial(place_base_weights, kind=kind, device=device, sink=NullSink())
+        module = run.family.load_denoiser(run.model, expert, run.dtype, place)
         use_backend(module, run.config.model.attention)
         if sharder is not None:
             sharder.shard_module(module)
-        elif kind != "as_computed":
-            quantize_blocks(module.to(run.device), kind, run.device)
         modules[expert.component] = module
     return modules
 

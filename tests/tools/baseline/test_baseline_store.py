@@ -25,6 +25,7 @@ from supertuner.tools.baseline.store import (
     new_baseline_path,
     save_baseline,
 )
+from supertuner.tools.baseline.tables import format_amount
 from tests.tools.baseline.simulated_jobs import baseline, jobs
 
 
@@ -69,6 +70,23 @@ def test_ratios_are_refused_where_a_baseline_of_times_is_needed(tmp_path: Path) 
     (tmp_path / "quick" / "ratios.json").write_text("{}")
     with pytest.raises(OptionError, match="give CONFIG and --peer"):
         find_baseline(tmp_path, "quick")
+    with pytest.raises(OptionError, match="give CONFIG and --peer"):
+        find_baseline(Path("elsewhere"), str(tmp_path / "quick"))
+    with pytest.raises(BaselineError, match=r"has none, and ratios to a peer, .* --peer SCRIPT: quick; "):
+        find_baseline(tmp_path, "slow")
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.25, "samples/s", "0.25 samples/s"),
+        (1234.4, "samples/s", "1,234 samples/s"),
+        (0.25, "s", "250 ms"),
+        (0.25, "s/sample", "250 ms/sample"),
+    ],
+)
+def test_amounts_have_their_unit_also_if_they_are_small_or_large(value: float, unit: str, text: str) -> None:
+    assert format_amount(value, unit) == text
 
 
 def test_an_existing_baseline_is_replaced_only_on_request(tmp_path: Path) -> None:
