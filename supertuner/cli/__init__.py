@@ -39,7 +39,9 @@ TRAIN_EXTRA_MODULES = frozenset(
 
 OPTION_BY_PARAMETER = {
     "overwrite": "--force",
-    **{name: f"--{name}" for name in ("base", "expert", "family", "image", "machine", "model", "out", "partial")},
+    "prompts": "--prompt",
+    "seeds": "--seed",
+    **{name: f"--{name}" for name in ("base", "expert", "family", "machine", "out", "partial", "strength")},
 }
 """Parameters of the API that messages of errors name, and the options with the same meaning."""
 

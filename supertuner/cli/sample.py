@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from supertuner.cli.options import SetOption
+
 
 def sample(
     source: Annotated[
@@ -20,54 +22,31 @@ def sample(
     ],
     prompts: Annotated[
         list[str] | None,
-        typer.Option("--prompt", help="May be repeated. Default: validation.prompts of the run.", metavar="TEXT"),
+        typer.Option("--prompt", help="May be repeated. Default: the prompts of the run's validation.", metavar="TEXT"),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="The first random seed. Default: the seeds of the run's validation.")
+        int | None,
+        typer.Option(min=0, help="The first random seed. Default: the seeds of the run's validation.", metavar="N"),
     ] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="Samples per prompt, with consecutive seeds.")] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Samples per prompt, with seeds from --seed (or 0) on.", metavar="N")
+    ] = None,
     strength: Annotated[float, typer.Option(help="Factor of the adapter; 1 is as trained, 0 the base model.")] = 1.0,
-    width: Annotated[int | None, typer.Option(min=1, help="In pixels. Default, as below: that of the run.")] = None,
-    height: Annotated[int | None, typer.Option(min=1, help="In pixels.")] = None,
-    frames: Annotated[int | None, typer.Option(min=1, help="Frames per sample; 1 makes pictures.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps per sample.")] = None,
-    guidance: Annotated[float | None, typer.Option(min=0, help="Scale of classifier-free guidance.")] = None,
-    negative_prompt: Annotated[str | None, typer.Option(help="What guidance steers away from.", metavar="TEXT")] = None,
-    image: Annotated[
-        Path | None, typer.Option(help="The first frame, or the image to edit, for models that need one.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The base model of ADAPTER: a folder or hub name. Default: as in its metadata.")
-    ] = None,
-    family: Annotated[
-        str | None, typer.Option(help="The model family of ADAPTER, if the names of its layers fit several.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: train.device of the run.")] = None,
+    sets: SetOption = None,
     out: Annotated[
         Path | None, typer.Option(help="The new folder. Default: a new one in the run, or below ./samples.")
     ] = None,
 ) -> None:
-    """Make pictures or videos with an adapter on its base model, and a grid of them. Nothing is overwritten."""
+    """Make pictures or videos with an adapter on its base model, and a grid of them. Nothing is overwritten.
+
+    Size, steps and guidance are those of the run's validation. --set changes them, for example
+    --set validation.width=512 --set validation.height=512 --set validation.inference_steps=20; --set validation.image
+    names the image to start from or edit, --set model.path the base model of a file, --set train.device the device.
+    """
     from supertuner.api.sampling import sample as make_samples
 
-    seeds = None if seed is None and count is None else range(seed or 0, (seed or 0) + (count or 1))
-    made = make_samples(
-        source,
-        prompts or (),
-        seeds=seeds,
-        strength=strength,
-        width=width,
-        height=height,
-        frames=frames,
-        inference_steps=steps,
-        guidance_scale=guidance,
-        negative_prompt=negative_prompt,
-        image=image,
-        model=model,
-        family=family,
-        device=device,
-        out=out,
-    )
+    seeds = () if seed is None and count is None else range(seed or 0, (seed or 0) + (count or 1))
+    made = make_samples(source, prompts or (), seeds=seeds, strength=strength, overrides=sets or (), out=out)
     for path in sorted(made.folder.iterdir()):
         typer.echo(path)
     typer.echo(f"look at {made.grid}" + ("" if made.video is None else f" and {made.video}"))

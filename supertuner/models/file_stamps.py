@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import constants
-
 from supertuner.config.settings.model import ModelSettings
+from supertuner.config.sources.environment import current_environment
+from supertuner.config.sources.hub_datasets import hub_cache_folder
 from supertuner.core.types import JSON
 
 
@@ -19,7 +19,7 @@ def model_file_stamps(settings: ModelSettings) -> list[JSON]:
     if settings.path is not None:
         folder = Path(settings.path).expanduser()
         if not folder.is_dir():
-            folder = Path(constants.HF_HUB_CACHE) / f"models--{settings.path.replace('/', '--')}"
+            folder = hub_cache_folder(current_environment()) / f"models--{settings.path.replace('/', '--')}"
         files += sorted(folder.rglob("*"))
     return [_stamp(file) for file in files]
 

@@ -17,8 +17,11 @@ from tests.distributed.torchrun_faults import check_report, run_with_fault
         (2, 0, "before control values", signal.SIGKILL),
         (4, 3, "before the optimizer step", signal.SIGKILL),
         (2, 1, "before the end", signal.SIGKILL),
+        (3, 0, "before the gradient norm", signal.SIGKILL),
+        (2, 1, "before the process group is left", signal.SIGKILL),
         (2, 0, "before a bucket is sent", signal.SIGSTOP),
         (3, 1, IN_WAIT, signal.SIGSTOP),
+        (4, 2, "before a forward pass", signal.SIGSTOP),
         (2, 1, "before the optimizer step", signal.SIGSTOP),
     ],
 )

@@ -15,9 +15,11 @@ from supertuner.core.errors import ModelError
 from supertuner.models import loading
 from supertuner.models.adapters.attach import attach
 from supertuner.models.family_loader import load_family
-from supertuner.models.spec import ModelDescription, ModelSource
+from supertuner.models.spec import ModelDescription, ModelSource, SampleRequest
 
-ROUNDS = 40
+ROUNDS = 30
+CPU = torch.device("cpu")
+IMAGE = SampleRequest("a red square", "", 0, 32, 32, frames=1, inference_steps=1, guidance_scale=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelDescription:
 
 
 def hammer(model: ModelDescription, rounds: int) -> list[str]:
-    """Load, build and attach in several threads at once; what came out without values."""
+    """Load, build, attach, encode and sample in several threads at once; what came out without values or changed."""
+    family = load_family("wan2.2")
     patched = nn.Module.register_parameter, nn.init.kaiming_uniform_, nn.init.normal_
     stop = threading.Event()
 
@@ -52,8 +55,26 @@ def hammer(model: ModelDescription, rounds: int) -> list[str]:
             empty += [f"adapter: {name} differs" for name in values if not torch.equal(values[name], expected[name])]
         return empty
 
-    with ThreadPoolExecutor(3) as pool:
+    def encode() -> list[str]:
+        """As the thread that encodes the next epoch."""
+        pixels, found = torch.full((1, 3, 32, 32), 100, dtype=torch.uint8), set()
+        while not stop.is_set():
+            latents = family.build_media_encoder(model, CPU).encode(pixels)["latents"]
+            (text,) = family.build_text_encoder(model, CPU, torch.float32).encode(["a red square"])
+            found.add((latents.numpy().tobytes(), text["embeds"].numpy().tobytes()))
+        return ["encoded samples differ"] * (len(found) > 1)
+
+    def validate() -> list[str]:
+        """As a validation, which loads what the run does not hold."""
+        parts = {part: loading.load_module(model, part, torch.float32) for part in ("transformer", "transformer_2")}
+        found = set()
+        while not stop.is_set():
+            found.add(family.build_sampler(model, parts, CPU, torch.float32).sample(IMAGE).tobytes())
+        return ["generated samples differ"] * (len(found) > 1)
+
+    with ThreadPoolExecutor(5) as pool:
         loads = [pool.submit(load, component) for component in ("vae", "text_encoder")]
+        loads += [pool.submit(encode), pool.submit(validate)]
         try:
             built = pool.submit(build).result()
         finally:
@@ -68,6 +89,7 @@ def test_modules_built_beside_loads_have_their_values(model: ModelDescription) -
 
 
 @pytest.mark.torture
+@pytest.mark.timeout(7200)
 def test_thousands_of_modules_built_beside_loads_have_their_values(model: ModelDescription) -> None:
     assert hammer(model, 3000) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -25,6 +26,9 @@ class ValidationSettings(SettingsBlock):
     """Prompt that classifier-free guidance steers away from."""
     seeds: RandomSeeds = (0,)
     """Random seeds of the samples; the same at every validation, so that images can be compared."""
+    image: Path | None = None
+    """The image that samples of an image-to-video model start from, or that those of an editing model edit. Unset:
+    images of the data."""
     every_steps: Annotated[int | None, Field(ge=1)] = None
     """Optimizer steps between validations. Unset: only by `at_start` and `at_end`."""
     at_start: bool = False

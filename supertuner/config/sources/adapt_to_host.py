@@ -90,7 +90,7 @@ def _missing_kind(key_path: KeyPath, path: str) -> str:
     """What must exist at `path` and does not, for example "a folder"; "" if it exists or is not required."""
     name = key_path[-1]
     is_file = os.path.isfile(path)
-    if name == "metadata_file":
+    if name == "metadata_file" or key_path == ("validation", "image"):
         return "" if is_file else "a file"
     if name == "instance_data_dir" and not (is_file and path.endswith(".tar")) and not os.path.isdir(path):
         return "a folder or a .tar file" if is_file else "a folder"

@@ -19,7 +19,7 @@ def hub_snapshot(text: str, environ: Mapping[str, str]) -> Path | None:
     if match is None:
         return None
     owner, name, revision = match[1], match[2], match[3] or MAIN_BRANCH
-    repository = _cache_folder(environ) / f"datasets--{owner}--{name}"
+    repository = hub_cache_folder(environ) / f"datasets--{owner}--{name}"
     try:
         commit = (repository / "refs" / revision).read_text().strip()
     except OSError:  # not downloaded, or `revision` is a commit
@@ -36,7 +36,7 @@ def missing_snapshot_message(text: str) -> str:
     return f"{match[1]}/{match[2]} is on the Hugging Face hub and not yet on this machine; download it: {command}"
 
 
-def _cache_folder(environ: Mapping[str, str]) -> Path:
+def hub_cache_folder(environ: Mapping[str, str]) -> Path:
     """The cache of the hub's client, by its environment variables."""
     if environ.get("HF_HUB_CACHE"):
         return Path(environ["HF_HUB_CACHE"]).expanduser()

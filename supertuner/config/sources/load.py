@@ -77,7 +77,7 @@ def load_config(
     check_paths: bool = True,
     host: HostFacts | None = None,
 ) -> LoadedConfig:
-    """Load and check a configuration. Later sources win: environment, `source`, `sets` (`path=value`), `overrides`.
+    """Load and check a configuration. Later sources win: environment, `source`, `overrides`, `sets` (`path=value`).
 
     `source` is a file, or a mapping with the keys that a file may have. Relative paths in a file are relative to the
     folder of that file; all others, to the working directory. `check_paths=False` accepts datasets and models that are
@@ -159,10 +159,10 @@ def _collect_layers(
     yield from environment.environment_layers(environ, working_folder)
     if path is not None:
         yield _file_layer(path.absolute(), content, name)
-    for text in sets:
-        yield _set_layer(text, working_folder)
     for setting, value in overrides.items():
         yield _code_layer(setting, value, working_folder)
+    for text in sets:
+        yield _set_layer(text, working_folder)
 
 
 def _file_layer(path: Path, content: bytes, name: str) -> ConfigLayer:

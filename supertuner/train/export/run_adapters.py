@@ -12,11 +12,11 @@ files that are made from a checkpoint have the same bytes as those that the run 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from supertuner.config.families import FAMILIES
 from supertuner.config.settings.model import AdapterSettings
@@ -24,6 +24,7 @@ from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources.load import load_config
 from supertuner.core.durable import write_chunks
 from supertuner.core.errors import ModelError
+from supertuner.core.types import JSON
 from supertuner.models import loading
 from supertuner.models.adapters import attach as adapters
 from supertuner.models.pipeline_files import INDEX_NAME, pipeline_folder, weight_files
@@ -46,6 +47,8 @@ from supertuner.train.export.export_metadata import RunFacts, add_tensor_hash, b
 from supertuner.train.run.model_source import open_model
 from supertuner.train.run.training_run import EXPORTS_DIR
 
+SettingChanges: TypeAlias = Mapping[str, JSON] | Sequence[str]
+"""Path of each setting → its new value; or texts `path=value`."""
 CONVERTED_SUFFIXES: Final = tuple(f".{program}{TENSORS_SUFFIX}" for program in PROGRAMS)
 
 
@@ -106,14 +109,16 @@ def is_run_source(source: str) -> bool:
 
 
 @contextmanager
-def open_run_adapter(source: str) -> Iterator[RunAdapter]:
+def open_run_adapter(source: str, changes: SettingChanges = ()) -> Iterator[RunAdapter]:
     """Yield the adapter that `source` names. Files that are made from a checkpoint exist only inside the block.
+
+    `changes` are applied to the settings of the run.
 
     Raises ModelError if there is no such step or it cannot be exported; RunFolderError if there is no such run.
     """
     run, step, origin = _locate(source)
     settings = {str(row["path"]): row["value"] for row in run.explicit_settings()}
-    config = load_config(None, overrides=settings, environ={}, check_paths=False).config
+    config = change_settings(settings, changes)
     if config.adapter.type == "full":
         raise ModelError(f"{run.path} trains all weights (adapter.type), so that it has no adapter; see its exports")
     family, model = open_model(config, run.path)
@@ -124,6 +129,13 @@ def open_run_adapter(source: str) -> Iterator[RunAdapter]:
     with tempfile.TemporaryDirectory(prefix="supertuner-") as folder:
         files = tuple(_write_from_checkpoint(load_checkpoint(origin), run, config, (family, model), Path(folder)))
         yield RunAdapter(run.path, step, files, origin, family, model, config)
+
+
+def change_settings(settings: Mapping[str, JSON], changes: SettingChanges) -> RunConfig:
+    """The configuration with these settings, and the changes on top of them."""
+    sets, overrides = ((), changes) if isinstance(changes, Mapping) else (changes, {})
+    loaded = load_config(None, overrides={**settings, **overrides}, sets=sets, environ={}, check_paths=False)
+    return loaded.config
 
 
 def _split_step(source: str) -> tuple[Path, int] | None:

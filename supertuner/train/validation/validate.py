@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 from torch import nn
 
 from supertuner.config.settings.run_config import RunConfig
@@ -186,26 +187,44 @@ def plan_validation(
     TrainError for a configured size that the model cannot produce: now, not at the first validation. A size that is not
     configured is that of a bucket, and buckets are checked elsewhere.
     """
+    image = None if config.validation.image is None else load_start_image(config.validation.image, model)
     planned = samples.plan_validation_samples(
         config.validation,
         default_size=samples.largest_sample_size(group.bucket for group in corpus.order.groups),
-        held_out=() if held_out_corpus is None else _captioned_samples(held_out_corpus, model),
-        training_data=_captioned_samples(corpus, model),
+        held_out=() if held_out_corpus is None else _captioned_samples(held_out_corpus, model, image),
+        training_data=_captioned_samples(corpus, model, image),
         sink=sink,
     )
-    size, settings = planned.size, config.validation
-    if settings.width is None and settings.frames is None:
-        return planned
+    if config.validation.width is not None or config.validation.frames is not None:
+        require_possible_size(family, model, planned.size)
+    return planned
+
+
+def require_possible_size(family: Family, model: ModelDescription, size: samples.SampleSize) -> None:
+    """TrainError if the model cannot produce samples of this size."""
     frames = () if size.frames == 1 else (size.frames,)
     if reason := family.unsupported_reason(model, (3, *frames, size.height, size.width)):
         values = f"{size.width}, {size.height} and {size.frames}"
         problem = f"validation.width, height and frames are {values}, which the model cannot produce"
         raise TrainError(f"{problem}: {reason}; change them")
-    return planned
 
 
-def _captioned_samples(corpus: Corpus, model: ModelDescription) -> Iterator[samples.CaptionedSample]:
-    """The first samples in the order of training, with captions, and with a start image if the model needs one.
+def load_start_image(path: Path, model: ModelDescription) -> NDArray[np.uint8]:
+    """The image file that samples start from or edit (HWC). TrainError if the model has no use for it."""
+    if not (model.needs_first_frame or model.edits_images):
+        raise TrainError(f"validation.image is {path}, but the model ({model.title}) starts from no image; remove it")
+    try:
+        with Image.open(path) as image:
+            return np.asarray(image.convert("RGB"))
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise TrainError(f"validation.image: {path} cannot be read as an image: {error}") from error
+
+
+def _captioned_samples(
+    corpus: Corpus, model: ModelDescription, image: NDArray[np.uint8] | None
+) -> Iterator[samples.CaptionedSample]:
+    """The first samples in the order of training, with captions, and with a start image if the model needs one:
+    `image`, or one of the data.
 
     Each caption comes once: decoding hundreds of clips with equal captions would take minutes.
     """
@@ -216,7 +235,8 @@ def _captioned_samples(corpus: Corpus, model: ModelDescription) -> Iterator[samp
         caption = caption_for_sample(corpus.seed, dataset, int(draws.sample[0]), int(draws.cycle[0]))
         if caption.strip() not in seen_captions:
             seen_captions.add(caption.strip())
-            yield samples.CaptionedSample(caption, _start_image(corpus, micro_batch, model))
+            start_image = _start_image(corpus, micro_batch, model) if image is None else image
+            yield samples.CaptionedSample(caption, start_image)
 
 
 def _start_image(corpus: Corpus, micro_batch: MicroBatch, model: ModelDescription) -> NDArray[np.uint8] | None:

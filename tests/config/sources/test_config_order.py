@@ -1,4 +1,4 @@
-"""Precedence is environment < file < --set < code; every value has an origin; paths are relative to their source."""
+"""Precedence is environment < file < code < --set; every value has an origin; paths are relative to their source."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def test_each_source_overrides_the_one_before(load_text):
         load_text({}, environ={}).config.train.batch_size,
         load_text({}, environ=environ).config.train.batch_size,
         load_text(tree, environ=environ).config.train.batch_size,
-        load_text(tree, environ=environ, sets=["train.batch_size=4"]).config.train.batch_size,
+        load_text(tree, environ=environ, overrides={"train.batch_size": 4}).config.train.batch_size,
         load_text(
-            tree, environ=environ, sets=["train.batch_size=4"], overrides={"train.batch_size": 5}
+            tree, environ=environ, overrides={"train.batch_size": 4}, sets=["train.batch_size=5"]
         ).config.train.batch_size,
     ]
     assert size == [1, 2, 3, 4, 5]

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import nn
 
 from supertuner.arena.run_context import RunContext
 from supertuner.config.families import FAMILIES
 from supertuner.config.settings.run_config import RunConfig
-from supertuner.config.sources.load import load_config
+from supertuner.config.settings.validation import ValidationSettings
 from supertuner.core.atomic_folder import atomic_folder
 from supertuner.core.errors import ModelError, OptionError
 from supertuner.core.events import NullSink
@@ -35,28 +33,29 @@ from supertuner.step import expert_setup
 from supertuner.step.precision import ComputePrecision
 from supertuner.train.export.adapter_files import open_adapter, with_expert
 from supertuner.train.export.adapter_init import load_initial_adapters, load_layer_tensors
-from supertuner.train.export.run_adapters import adapter_files_in, is_run_source, open_run_adapter
+from supertuner.train.export.run_adapters import (
+    SettingChanges,
+    adapter_files_in,
+    change_settings,
+    is_run_source,
+    open_run_adapter,
+)
 from supertuner.train.run.model_source import open_model
 from supertuner.train.run_checks import require_backends, select_device
 from supertuner.train.validation.sample_images import GRID_FILE, VIDEO_FILE, SampleSheet, preserve_training_state
+from supertuner.train.validation.validate import load_start_image, require_possible_size
 
-SIZE_DECISION = "validation.size"
+PROMPTS_DECISION, SIZE_DECISION = "validation.prompts", "validation.size"
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class SampleOptions:
-    """What to sample. Values that are None are those of the run's validation."""
-
     prompts: tuple[str, ...] = ()
-    seeds: tuple[int, ...] | None = None
-    width: int | None = None
-    height: int | None = None
-    frames: int | None = None
-    inference_steps: int | None = None
-    guidance_scale: float | None = None
-    negative_prompt: str | None = None
-    image: Path | None = None
+    """Empty: those of the run's validation."""
+    seeds: tuple[int, ...] = ()
+    """Empty: those of the run's validation."""
     strength: float = 1.0
+    """Factor of the adapter."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -69,43 +68,44 @@ class SampledAdapter:
     config: RunConfig
     family: Family
     model: ModelDescription
-    run_dir: Path | None
+    run_dir: Path | None = None
     """None: it is not of a run."""
 
 
 @contextmanager
-def open_sampled_adapter(
-    source: str, model_path: str | None, family: str | None, device: str | None
-) -> Iterator[SampledAdapter]:
+def open_sampled_adapter(source: str, changes: SettingChanges) -> Iterator[SampledAdapter]:
     """The adapter that `source` names: a run, a step of a run, a checkpoint, a file, or a folder with a file per
-    expert. `model_path` is the base model of a file, if its metadata does not name it."""
+    expert. `changes` are applied to the settings of the run; for a file they may name its base model."""
     path = Path(source)
+    if not path.exists() and not is_run_source(source):
+        raise OptionError(f"there is no {source}; name a run folder, RUN@STEP, a checkpoint or a .safetensors file")
     files = adapter_files_in(path) if path.is_dir() else () if is_run_source(source) else (path,)
     if not files:
-        if model_path is not None:
-            raise OptionError(f"{source} is a run, whose base model is known; leave out `model`")
-        with open_run_adapter(source) as adapter:
-            config, name = _with_device(adapter.config, device), adapter.run_dir.resolve().name
+        with open_run_adapter(source, changes) as adapter:
+            name = adapter.run_dir.resolve().name
             yield SampledAdapter(
-                name, adapter.step, adapter.files, config, adapter.family, adapter.model, adapter.run_dir
+                name, adapter.step, adapter.files, adapter.config, adapter.family, adapter.model, adapter.run_dir
             )
         return
-    first = open_adapter(files[0], family)
+    changed = changes if isinstance(changes, Mapping) else dict(text.partition("=")[::2] for text in changes)
+    named_family = changed.get("model.family")
+    first = open_adapter(files[0], None if named_family is None else str(named_family))
     facts = first.supertuner_metadata
     recorded, recorded_family = facts.get("base_model"), facts.get("family")
-    if model_path is None and not (isinstance(recorded, str) and "/" in recorded):
-        known = f" records only its folder's name, {recorded!r}" if recorded else " does not record its base model"
-        raise ModelError(f"{files[0]}{known}; set `model` to its folder or its name on the hub")
-    if family is None:
-        family = str(recorded_family) if recorded_family in FAMILIES else first.family
-    overrides: dict[str, JSON] = {"model.family": family, "model.path": model_path or str(recorded)}
-    if model_path is None and isinstance(facts.get("revision"), str):
-        overrides["model.revision"] = str(facts["revision"])
-    config = _with_device(load_config(None, overrides=overrides, environ={}, check_paths=False).config, device)
-    opened_family, model = open_model(config, path.parent)
+    settings: dict[str, JSON] = {}
+    if named_family is None:
+        settings["model.family"] = str(recorded_family) if recorded_family in FAMILIES else first.family
+    if not any(setting.startswith(("model.path", "model.single_file")) for setting in changed):
+        if not (isinstance(recorded, str) and "/" in recorded):
+            known = f" records only its folder's name, {recorded!r}" if recorded else " does not record its base model"
+            raise ModelError(f"{files[0]}{known}; set model.path to its folder or its name on the hub")
+        settings["model.path"] = recorded
+        if isinstance(facts.get("revision"), str):
+            settings["model.revision"] = str(facts["revision"])
+    config = change_settings(settings, changes)
+    family, model = open_model(config, path.parent)
     step = facts.get("step")
-    step_number = step if isinstance(step, int) else None
-    yield SampledAdapter(path.resolve().stem, step_number, files, config, opened_family, model, None)
+    yield SampledAdapter(path.resolve().stem, step if isinstance(step, int) else None, files, config, family, model)
 
 
 def make_adapter_samples(
@@ -115,7 +115,7 @@ def make_adapter_samples(
     plan = plan_adapter_samples(adapter, options)
     precision = ComputePrecision(adapter.config.train.mixed_precision, select_device(adapter.config.train.device))
     require_backends(adapter.config, adapter.model.experts, precision)
-    remedy = 'make samples with a smaller width, height or number of frames, or on the device "cpu"'
+    remedy = 'lower validation.width, height or frames, or set train.device to "cpu"'
     with explain_out_of_memory("model and samples do", remedy), preserve_training_state(()):
         sampler = _build_sampler(adapter, options.strength, precision, context)
         title = f"samples of {adapter.name}"
@@ -132,72 +132,51 @@ def make_adapter_samples(
 
 
 def plan_adapter_samples(adapter: SampledAdapter, options: SampleOptions) -> ValidationSamplePlan:
-    """All samples to make. OptionError for what is missing or impossible, before anything is loaded."""
-    validation = adapter.config.validation
-    prompts = options.prompts or validation.prompts
-    if not prompts:
-        raise OptionError("there is no prompt, and the run has no validation.prompts; set one with --prompt")
+    """All samples to make. What `options` leave open is as in the settings `validation`.
+
+    OptionError or TrainError for what is missing or impossible, before anything is loaded.
+    """
+    seeds = options.seeds
+    if len(set(seeds)) != len(seeds) or not all(0 <= seed < 1 << 63 for seed in seeds):
+        raise OptionError(f"`seeds` are {list(seeds)}; they must be different numbers from 0 on")
     if not math.isfinite(options.strength):
-        raise OptionError(f"strength is {options.strength}; it must be finite (1 is the adapter as trained)")
-    size = _sample_size(adapter, options)
-    model, image = adapter.model, None if options.image is None else _read_image(options.image)
+        raise OptionError(f"`strength` is {options.strength}; it must be finite (1 is the adapter as trained)")
+    settings, model = adapter.config.validation, adapter.model
+    recorded = [] if adapter.run_dir is None else open_run(adapter.run_dir).decisions()
+    decisions = {row["what"]: row.get("value") for row in recorded}
+    captions = decisions.get(PROMPTS_DECISION)
+    prompts = options.prompts or settings.prompts or (tuple(map(str, captions)) if isinstance(captions, list) else ())
+    if not prompts:
+        raise OptionError(f"{adapter.name} has no validation.prompts; set `prompts`")
+    image = None if settings.image is None else load_start_image(settings.image, model)
     if image is None and (model.needs_first_frame or model.edits_images):
-        raise OptionError(f"{model.title} starts from an image; set one with `image`")
-    shape = (size.frames, size.height, size.width) if size.frames > 1 else (size.height, size.width)
-    reason = adapter.family.unsupported_reason(model, (3, *shape))
+        raise OptionError(f"the model ({model.title}) starts from an image; set validation.image to one")
+    size = _sample_size(settings, str(decisions.get(SIZE_DECISION)))
     if size.frames > 1 and MediaKind.VIDEO not in model.media_kinds:
-        reason = f"{model.title} generates single images; set frames to 1"
-    if reason:
-        problem = f"width, height and frames are {size.width}, {size.height} and {size.frames}"
-        raise OptionError(f"{problem}, which the model cannot produce: {reason}")
+        raise OptionError(
+            f"validation.frames is {size.frames}, but the model ({model.title}) makes single images; set it to 1"
+        )
+    require_possible_size(adapter.family, model, size)
     return ValidationSamplePlan(
         prompts=prompts,
         images=(image,) * len(prompts),
-        seeds=validation.seeds if options.seeds is None else options.seeds,
+        seeds=seeds or settings.seeds,
         size=size,
-        fps=validation.fps,
-        negative_prompt=validation.negative_prompt if options.negative_prompt is None else options.negative_prompt,
-        inference_steps=options.inference_steps or validation.inference_steps,
-        guidance_scale=validation.guidance_scale if options.guidance_scale is None else options.guidance_scale,
+        fps=settings.fps,
+        negative_prompt=settings.negative_prompt,
+        inference_steps=settings.inference_steps,
+        guidance_scale=settings.guidance_scale,
     )
 
 
-def _with_device(config: RunConfig, device: str | None) -> RunConfig:
-    return (
-        config
-        if device is None
-        else config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
-    )
-
-
-def _sample_size(adapter: SampledAdapter, options: SampleOptions) -> SampleSize:
-    """The requested size; values that are not given are those of the run's validation."""
-    validation, run_dir = adapter.config.validation, adapter.run_dir
-    default = None if run_dir is None else _size_of_largest_bucket(run_dir)
-    width, height = options.width or validation.width, options.height or validation.height
-    frames = options.frames or validation.frames or (1 if default is None else default.frames)
-    if default is not None:
-        width, height = width or default.width, height or default.height
-    if width is None or height is None:
-        raise OptionError(f"the size of samples of {adapter.name} is not known; set --width and --height")
-    return SampleSize(width, height, frames)
-
-
-def _size_of_largest_bucket(run_dir: Path) -> SampleSize | None:
-    """The size that the run decided on, where its settings give none."""
-    values = [row.get("value") for row in open_run(run_dir).decisions() if row["what"] == SIZE_DECISION]
-    match = re.match(r"(\d+)×(\d+), (\d+) frame", str(values[-1])) if values else None
-    return None if match is None else SampleSize(*map(int, match.groups()))
-
-
-def _read_image(path: Path) -> NDArray[np.uint8]:
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return np.asarray(image.convert("RGB"))
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise OptionError(f"{path} cannot be read as an image: {error}; name a PNG or JPEG file") from error
+def _sample_size(settings: ValidationSettings, decision: str) -> SampleSize:
+    """The size in the settings; what they leave open is as the run decided ("64×64, 5 frames")."""
+    match = re.match(r"(\d+)×(\d+), (\d+) frame", decision)
+    default = SampleSize(0, 0, 1) if match is None else SampleSize(*map(int, match.groups()))
+    width, height = settings.width or default.width, settings.height or default.height
+    if not width or not height:
+        raise OptionError("the size of samples is not known; set validation.width and validation.height")
+    return SampleSize(width, height, settings.frames or default.frames)
 
 
 def _build_sampler(
