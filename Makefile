@@ -46,7 +46,7 @@ baseline-check: setup  ## Compare the quickstart's training with a plain loop, b
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/baseline_quickstart.py
 
 torture: setup  ## Run the long fault-injection tests (minutes)
-	@$(BIN)/python -m pytest -m torture tests/torture
+	@$(BIN)/python -m pytest -m torture
 
 clean:  ## Remove what these commands created, except your runs and .venv
 	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .venv-bench .venv-phantom quickstart benchmarks/results

@@ -17,7 +17,7 @@ from supertuner.models.adapters.attach import attach
 from supertuner.models.family_loader import load_family
 from supertuner.models.spec import ModelDescription, ModelSource, SampleRequest
 
-ROUNDS = 30
+ROUNDS = 40
 CPU = torch.device("cpu")
 IMAGE = SampleRequest("a red square", "", 0, 32, 32, frames=1, inference_steps=1, guidance_scale=1.0)
 
