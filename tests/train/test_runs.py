@@ -93,6 +93,11 @@ def test_a_run_stopped_by_a_signal_and_resumed_ends_with_the_same_bits(parent, t
     del_intermediate(expected), del_intermediate(found)
     assert sorted(found) == sorted(expected)
     assert [name for name in expected if expected[name] != found[name]] == []
+    assert len(set(file_modes(whole).values())) == 1, "libraries make some files that only their owner can read"
+
+
+def file_modes(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mode for path in folder.rglob("*") if path.is_file()}
 
 
 def del_intermediate(files: dict[str, bytes]) -> None:

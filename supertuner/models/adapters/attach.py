@@ -22,6 +22,7 @@ from torch.utils import swap_tensors
 from supertuner.config.settings.model import AdapterSettings
 from supertuner.core.durable import sync_folder
 from supertuner.core.errors import ModelError
+from supertuner.core.permissions import follow_umask
 from supertuner.core.types import JSON
 from supertuner.models.adapters import lora, lycoris
 from supertuner.models.adapters.layers import (
@@ -204,6 +205,7 @@ def save_full_weights(expert: TrainableExpert, folder: Path, dtype: torch.dtype 
     with _swapped_storage(expert, values) if expert.shards is None else nullcontext():
         module.save_pretrained(folder, safe_serialization=True)
     _remove_source_path(folder / "config.json")
+    follow_umask(folder)
     for file in folder.iterdir():
         with open(file, "rb") as stream:
             os.fsync(stream.fileno())

@@ -14,6 +14,7 @@ import transformers
 from diffusers import AutoencoderKL
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from supertuner.core.permissions import follow_umask
 from supertuner.models.library_guards import quiet_libraries
 
 VOCABULARY: Final = (
@@ -41,6 +42,7 @@ def write_pipeline(assemble: Callable[[], Any], folder: Path, seed: int) -> None
     """Save `build_pipeline(assemble, seed)` in a new folder with the layout of repositories on the hub."""
     with quiet_libraries():
         build_pipeline(assemble, seed).save_pretrained(folder)
+    follow_umask(folder)
 
 
 def unigram_tokenizer(words: Sequence[str] = VOCABULARY, max_length: int = 512) -> transformers.PreTrainedTokenizerFast:

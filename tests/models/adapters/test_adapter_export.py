@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,18 @@ def test_a_fully_trained_expert_is_a_folder_that_diffusers_loads(tmp_path: Path)
     assert (wan_output(loaded) - wan_output(trained.module)).abs().max() < 1e-6
     tensors, _ = export_tensors(trained, "transformer", settings)
     assert list(tensors) == list(trained.parameters)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_the_files_of_a_fully_trained_expert_follow_the_umask(tmp_path: Path, umask: int) -> None:
+    trained = attach(wan(), AdapterSettings(type="full"), (), seed=1, name="model")
+    before = os.umask(umask)
+    try:
+        save_full_weights(trained, tmp_path / "transformer")
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "transformer").iterdir()}
+    assert len(modes) == 2 and set(modes.values()) == {0o666 & ~umask}, modes
 
 
 def test_a_fully_trained_expert_can_be_saved_in_bf16_and_stays_in_fp32(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Qwen2VLImageProcessorPil
 
 from supertuner.core.errors import ModelError
+from supertuner.core.permissions import follow_umask
 from supertuner.models import pipeline_files
 from supertuner.models.families.image_common import image_model, pack_latents, unpack_latents
 from supertuner.models.families.qwen_image import family as qwen_image
@@ -74,6 +75,7 @@ def write_pipeline(folder: Path, seed: int) -> None:
     index = json.loads((folder / INDEX_NAME).read_bytes())
     index |= {"_class_name": "QwenImageEditPipeline", "processor": ["transformers", "Qwen2VLProcessor"]}
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+    follow_umask(folder)
 
 
 FAMILY: Final = replace(
