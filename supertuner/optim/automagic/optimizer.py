@@ -102,6 +102,11 @@ class Automagic(torch.optim.Optimizer):
         self._release_workspaces()
         return self._rates.spread_of_histogram(total, group["lr"] / self._limits.start)
 
+    @torch.no_grad()
+    def create_state(self) -> None:
+        """Create the state of all weights with a gradient, without a step."""
+        self._update_batches()
+
     def states_replaced(self) -> None:
         """Call after states were moved to another memory: the next step rebuilds the batches that stack them."""
         self._batches, self._batched_ids = [], []

@@ -95,7 +95,8 @@ def build_batches(
         for first in range(0, len(names), per_batch):
             members = {name: parameters[name] for name in names[first : first + per_batch]}
             state = _stack_states(members, states, rates, state_shapes(shape, rates))
-            views = tuple({key: tensor[row] for key, tensor in state.items()} for row in range(len(members)))
+            rows = {key: tensor.unbind() for key, tensor in state.items()}
+            views = tuple({key: views_of_key[row] for key, views_of_key in rows.items()} for row in range(len(members)))
             keys, batch = name_keys(list(members), device), tuple(members.values())
             result.append(ParameterBatch(batch, shape, state, views, keys, workspace_for(device)))
     return result

@@ -21,10 +21,12 @@ from supertuner.core.events import NullSink
 from supertuner.models import loading
 from supertuner.models.blocks import named_blocks
 from supertuner.models.spec import Family, MediaEncoder, ModelDescription, TextEncoder
+from supertuner.optim.automagic.optimizer import Automagic
 from supertuner.plan.placement.step_table import OperatorWork
 from supertuner.plan.trace import trace_training_step as training_step
 from supertuner.plan.trace.encoder_shapes import CPU, BatchShape, EncoderShapeProbe, MediaShape, without_weights
 from supertuner.plan.trace.execution_trace import ExecutionTrace, TensorKind
+from supertuner.plan.trace.fake_results import FakeResultMode
 from supertuner.plan.trace.recorder import PLAIN_CPU, TracedDevice, TraceRecorder
 from supertuner.step.expert_setup import build_step_options, quantize_base_weights, selected_experts
 from supertuner.step.precision import ComputePrecision
@@ -96,8 +98,9 @@ def trace_sampling(
         expert_states = [training_step.build_fake_expert_state(config, family, model, one, mode) for one in experts]
         with mode:
             denoisers = _build_denoisers(config, family, model, expert_states)
-            for expert_state in expert_states:
-                _prime_optimizer(expert_state)
+            with FakeResultMode():
+                for expert_state in expert_states:
+                    _prime_optimizer(expert_state)
             for name, module in denoisers.items():
                 module.eval()
                 recorder.track_module(module, named_blocks(module), f"{name}.")
@@ -146,10 +149,14 @@ def _build_denoisers(
 
 
 def _prime_optimizer(expert_state: ExpertState) -> None:
-    """One optimizer step with empty gradients, so that the optimizer's state exists."""
+    """Create the optimizer's state; most optimizers do that in their first step, which gets empty gradients."""
     for parameter in expert_state.parameters.values():
         parameter.grad = torch.empty_like(parameter)
-    expert_state.optimizer.step()
+    optimizer = expert_state.optimizer.torch_optimizer
+    if isinstance(optimizer, Automagic):
+        optimizer.create_state()
+    else:
+        expert_state.optimizer.step()
     expert_state.optimizer.zero_grad(set_to_none=True)
 
 

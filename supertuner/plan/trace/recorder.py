@@ -20,13 +20,12 @@ import numpy as np
 import torch
 from torch import nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_iter
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from supertuner.plan.placement.step_table import OperatorWork
 from supertuner.plan.trace.execution_trace import OUTSIDE_BLOCKS, ExecutionTrace, StepPass, TensorKind, TraceSpan
+from supertuner.plan.trace.fake_results import FakeResultCache, has_wrapper, tensors_in
 
 aten = torch.ops.aten
 Operator: TypeAlias = Any
@@ -105,6 +104,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open_span: _OpenSpan | None = None
         self._engine_use_counts: tuple[int, int, int] | None = None
         self._library_workspaces: list[int] = []
+        self._results = FakeResultCache()
         self.backward_starts: list[int] = []
         """For each micro-batch, the tick at which its backward pass began."""
         self.block_inputs: list[tuple[int, int]] = []
@@ -164,7 +164,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._any_block_entered = True
         if not self._in_backward:
             self._sequence_ranges.append((torch.autograd._get_sequence_nr(), 1 << 63, block_number))  # type: ignore[attr-defined]
-            for tensor in _tensors_in((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 if (number := self.tensor_number(tensor)) is not None:
                     self.block_inputs.append((number, block_number))
 
@@ -211,29 +211,25 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Operator, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(one is not FakeTensor and is_traceable_wrapper_subclass_type(one) for one in types):
-            # A wrapper of 8-bit tensors holds no memory of its own. Its class does the operator on the tensors inside,
-            # and the recorder sees these calls.
+        if has_wrapper(types):
             return NotImplemented
         if func is aten._local_scalar_dense.default:
             return _placeholder_value(args[0])  # fake tensors have no values: the step continues with an ordinary one
-        if func is torch.ops.prim.device.default:  # asked for several times per operator
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
-        if func.namespace == "prim":  # other queries
-            return func(*args, **kwargs)
+        if func.namespace == "prim":  # queries
+            return self._results.call(func, args, kwargs, ())
         block_number, step_pass = self._current_block_and_pass()
         span = self._open_span
         if span is None or (span.block_number, span.step_pass) != (block_number, step_pass):
             self._close_span()
             self._open_span = _OpenSpan(block_number, step_pass, self.clock)
-        inputs = _tensors_in((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         if func is aten.add.Tensor and step_pass is StepPass.BACKWARD and self._is_engine_accumulation(inputs, kwargs):
             self._record_work(None, inputs, [inputs[0]])
             return inputs[0]
         buffers = self.device.operator_workspaces(func, args, kwargs)
         workspaces = [self._record_birth(nbytes, block_number) for nbytes in buffers]
-        result = func(*args, **kwargs)
-        outputs = _tensors_in(result)
+        result = self._results.call(func, args, kwargs, inputs)
+        outputs = tensors_in(result)
         allocates = False
         for tensor in outputs:
             if self.tensor_number(tensor) is None:
@@ -413,10 +409,6 @@ class _OpenSpan:
     def finish(self, end: int) -> TraceSpan:
         work = OperatorWork(float(self.flops), float(self.elements), float(self.nbytes), self.operators)
         return TraceSpan(self.block_number, self.step_pass, self.begin, end, work, tuple(self.touched_tensors))
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)]
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
