@@ -96,7 +96,7 @@ def read_text(repository: HubRepository, file: str) -> str | None:
     """The content of a small text file of the repository; None if there is none."""
     with _explain_errors(repository.name, ANSWER_TIMEOUT_S):
         url = hf_hub_url(repository.name, file, revision=repository.commit, endpoint=_api().endpoint)
-        response = get_session().get(url, headers=_headers(), follow_redirects=True)
+        response = get_session().get(url, headers=_headers())
         if response.status_code == 404:
             return None
         hf_raise_for_status(response)
@@ -136,7 +136,7 @@ def _explain_errors(subject: str, timeout_s: float) -> Iterator[None]:
     Warnings of the library and of the server are not shown: they may contain signed addresses, or repeat the token.
     """
     verbosity, session, had_bars = logging.get_verbosity(), get_session(), not are_progress_bars_disabled()
-    limit = session.timeout
+    limit = getattr(session, "timeout", None)  # versions before 1.0 have no limit to set
     if had_bars and not sys.stderr.isatty():
         disable_progress_bars()
     logging.set_verbosity(ERROR)
