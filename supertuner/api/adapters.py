@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial as partial_call
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from supertuner.config.families import expert_names, later_experts
-from supertuner.core.errors import ModelError
+from supertuner.config.families import expert_names
+from supertuner.core.errors import ModelError, OptionError
 from supertuner.core.types import JSON
 from supertuner.models.adapters.keys_schemes import KEY_SCHEMES, KeyScheme
 from supertuner.train.export.adapter_files import (
@@ -22,11 +22,13 @@ from supertuner.train.export.adapter_files import (
     refuse_checkpoint_part,
     with_expert,
 )
+from supertuner.train.export.loading_hints import comfyui_hint, diffusers_calls, kohya_hint
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from supertuner.train.export.adapter_inspect import AdapterInspection
+    from supertuner.train.export.hub_push import PushedAdapter
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -215,6 +217,7 @@ def export(
             exists; or the run has no such step.
         RunFolderError: `source` is a folder, and not that of a run.
     """
+    from supertuner.train.export.adapter_export import export_files
     from supertuner.train.export.run_adapters import denoiser_weight_files, is_run_source, open_run_adapter
 
     target = None if out is None else Path(out)
@@ -228,56 +231,82 @@ def export(
         if base is not None:
             base_files = partial_call(denoiser_weight_files, Path(base))
         files = [open_adapter_file(path, family=family, partial=partial) for path in paths]
-        return _export_files(files, program, target, base_files, overwrite, family)
-
-
-def loading_hint(exported: Sequence[AdapterConversion], program: str) -> str:
-    """How the program loads the files that `export` wrote for it."""
-    if program == "diffusers":
-        later = later_experts()
-        calls = []
-        for done in exported:
-            component = next(
-                (part for name, part in later.items() if done.path.stem.endswith(f"_{name}.diffusers")), ""
-            )
-            flag = f", load_into_{component}=True" if component else ""
-            calls.append(f'    pipe.load_lora_weights("{done.path}"{flag})')
-        return "\n".join(["load them in Python:" if len(calls) > 1 else "load it in Python:", *calls])
-    if program == "comfyui":
-        where = "put it into ComfyUI/models/loras, and load it with the node LoraLoaderModelOnly after the model"
-        if len(exported) > 1:
-            where = (
-                "put them into ComfyUI/models/loras, and load each with a node LoraLoaderModelOnly of its own, after "
-                "the model of its expert (the name of the file says which)"
-            )
-        return where
-    return "kohya's sd-scripts and musubi-tuner take these files as --network_weights"
-
-
-def _export_files(
-    files: Sequence[AdapterFile],
-    program: str,
-    out: Path | None,
-    base_files: Callable[[AdapterFile], Sequence[Path]] | None,
-    overwrite: bool,
-    family: str | None,
-) -> list[AdapterConversion]:
-    from supertuner.train.export.adapter_export import export_adapters, needs_base_weights
-    from supertuner.train.export.comfyui_dora import file_magnitude_factors
-
-    sources = [
-        (file, file_magnitude_factors(file, base_files(file)))
-        if base_files is not None and needs_base_weights(file, program)
-        else (file, None)
-        for file in files
-    ]
-    exported = export_adapters(sources, program, out, overwrite=overwrite, family=family)
+        exported = export_files(files, program, target, base_files, overwrite=overwrite, family=family)
     return [
         AdapterConversion(
             done.path, done.tensors, done.source.reading.scheme.name, done.scheme.name, done.source.reading.summary()
         )
         for done in exported
     ]
+
+
+def loading_hint(exported: Sequence[AdapterConversion], program: str) -> str:
+    """How the program loads the files that `export` wrote for it."""
+    if program == "diffusers":
+        calls = [f"    {call}" for call in diffusers_calls([str(done.path) for done in exported])]
+        return "\n".join(["load them in Python:" if len(calls) > 1 else "load it in Python:", *calls])
+    return comfyui_hint(len(exported)) if program == "comfyui" else kohya_hint()
+
+
+def push(
+    source: PathLike,
+    repository: str,
+    *,
+    programs: Sequence[str] = (),
+    private: bool | None = None,
+    license: str | None = None,
+    trigger_word: str | None = None,
+    overwrite: bool = False,
+) -> PushedAdapter:
+    """Push an adapter to the Hugging Face hub as one commit: its files, samples of its step, and a model card.
+
+    The token is that of `hf auth login` or HF_TOKEN. If the hub has the same files already, there is no new commit.
+
+    Args:
+        source: A run folder (its newest step), `RUN@STEP`, the folder of a checkpoint or of an export, a .safetensors
+            file, or a folder with a file per expert.
+        repository: OWNER/NAME on the hub; created if it does not exist.
+        programs: Further programs to push files for, besides `exports.formats` of the run: "comfyui", "kohya".
+        private: Whether a new repository is private. None: `exports.hub_private` of the run, else private.
+        license: The licence in the card, as the hub names it. None: `exports.license` of the run, else none.
+        trigger_word: The trigger word in the card. None: that of the run, if it has one.
+        overwrite: Replace a model card that SuperTuner did not write, or that was edited on the hub.
+
+    Raises:
+        HubError: There is no valid token, the hub refuses the push, or it cannot be reached.
+        ModelError: There is no such adapter, or it cannot be written for a program.
+        OptionError: `repository` is not OWNER/NAME, or `license` is not a name of a licence.
+    """
+    from pydantic import ValidationError
+
+    from supertuner.config.settings import key_paths
+    from supertuner.config.settings.train import ExportSettings
+    from supertuner.config.settings.values import allowed_text, format_value
+    from supertuner.train.export.hub_push import PushOptions, push_adapter
+
+    settings: dict[str, str | None] = {"push_to_hub": repository, "license": license}
+    try:
+        ExportSettings.model_validate(settings)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        allowed = allowed_text(key_paths.settings()[f"exports.{name}"].schema)
+        raise OptionError(f"{format_value(settings[name])} is not allowed; allowed: {allowed}") from error
+    return push_adapter(
+        os.fspath(source), repository, PushOptions(tuple(programs), private, license, trigger_word, overwrite)
+    )
+
+
+def push_summary(pushed: PushedAdapter) -> str:
+    """What a push did, one line each."""
+    visibility = "private" if pushed.is_private else "public"
+    what = f"{len(pushed.files)} files" if pushed.has_new_commit else "unchanged: the hub has the same files"
+    lines = [f"{pushed.url} ({visibility}): {what}"]
+    if pushed.kept_card is not None:
+        reason = "was edited there" if pushed.kept_card == "edited" else "is not one of SuperTuner's"
+        lines.append(f"the model card on the hub {reason}, and is kept")
+    elif pushed.license is None:
+        lines.append("the model card names no licence: exports.license is not set")
+    return "\n".join(lines)
 
 
 def merge(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from supertuner.arena.format import ArenaLifetime
@@ -68,7 +68,13 @@ def load_command_config(
     if dataset_options and config.run.name is not None:
         name_suffixes = [*([f"limit-{limit}"] if limit is not None else []), *(["strict"] if strict else [])]
         all_sets.append("run.name=" + "-".join([config.run.name, *name_suffixes]))
+    is_trial = limit is not None and config.exports.push_to_hub is not None
+    if is_trial:
+        all_sets.append("exports.push_to_hub=null")
     loaded = load_config(path, sets=all_sets, check_paths=False)
+    if is_trial:
+        note = WarningEvent("exports.push_to_hub", "has no effect: a trial with a part of the data is not pushed")
+        loaded = replace(loaded, notes=(*loaded.notes, note))
     if needs_data:
         require_paths(loaded)
     return loaded

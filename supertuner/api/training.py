@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from supertuner.api.callbacks import CallbackSink, TrainingCallback
@@ -13,7 +14,8 @@ from supertuner.config.sources.environment import current_environment
 from supertuner.config.sources.launcher import read_launcher_environment
 from supertuner.config.sources.load import LoadedConfig
 from supertuner.core.durable import write_json
-from supertuner.core.events import NoteEvent, Sink, TeeSink
+from supertuner.core.errors import SuperTunerError
+from supertuner.core.events import NoteEvent, Sink, TeeSink, WarningEvent
 from supertuner.core.types import JSON
 from supertuner.data.staging.arena_lookup import require_paths
 from supertuner.runs.loss_files import LOSSES_FILE, read_losses
@@ -42,6 +44,9 @@ class TrainingResult:
     """Summary of memory, one line each: hints by outcome, overflowed bytes."""
     hint_counts: Mapping[str, int] = field(default_factory=dict)
     """Residency hints of this session by outcome."""
+    hub_lines: tuple[str, ...] = ()
+    """What was pushed to the Hugging Face hub, or why nothing was, one line each; empty without
+    `exports.push_to_hub`."""
 
     @property
     def losses(self) -> list[StepRecord]:
@@ -60,6 +65,7 @@ class TrainingResult:
             "loss_curve": None if self.loss_curve is None else str(self.loss_curve),
             "memory": list(self.memory_lines),
             "hints": dict(self.hint_counts),
+            "hub": list(self.hub_lines),
         }
 
 
@@ -101,6 +107,19 @@ def train_in_session(
     extra_sink: Sink | None = None,
 ) -> TrainingResult:
     """Like `train`, in an open session. `extra_sink` receives every event, including those of single steps."""
+    result = _train_to_end(run_session, callbacks, resume, force, extra_sink)
+    # Only now, when everything is on disk and no other rank waits: an upload takes long, and may fail.
+    return push_result(run_session, result)
+
+
+def _train_to_end(
+    run_session: RunSession,
+    callbacks: Sequence[TrainingCallback],
+    resume: str | None,
+    force: bool,
+    extra_sink: Sink | None,
+) -> TrainingResult:
+    """Train until the files of the run are complete; all that is opened for it is closed at the end."""
     with run_session.console.phase("loading libraries"):
         from supertuner.arena.run_context import RunContext
         from supertuner.distributed.process_group import rank_zero_first
@@ -122,6 +141,10 @@ def train_in_session(
         process_group = stack.enter_context(open_process_group(config.parallel, run_session.launcher, device, pulse))
         require_same_config(process_group, settings_to_compare(config))
         with rank_zero_first(process_group):
+            if config.push_repository is not None and run_session.launcher.is_main_process:
+                from supertuner.train.export.hub_push import check_access
+
+                check_access(config.push_repository, run_session.sink)
             run_model = preflight_check(
                 config,
                 device,
@@ -158,6 +181,28 @@ def train_in_session(
         return TrainingResult(
             run_dir, run.step, run.samples_consumed, ending.seconds, ending.stopped_by, adapters, curve, memory, hints
         )
+
+
+def push_result(run_session: RunSession, result: TrainingResult) -> TrainingResult:
+    """Push the adapter of a finished run to `exports.push_to_hub`, on rank 0. A push that fails is a warning: it must
+    not cost the result of the training."""
+    from supertuner.api.adapters import push, push_summary
+
+    repository = run_session.config.push_repository
+    if repository is None or not result.adapters or not run_session.launcher.is_main_process:
+        return result
+    source = f"{result.run_dir}@{result.steps}"
+    run_session.sink.emit(NoteEvent("exports.push_to_hub", f"pushing step {result.steps} to {repository}"))
+    try:
+        lines = push_summary(push(source, repository)).splitlines()
+    except (SuperTunerError, OSError, KeyboardInterrupt) as error:
+        reason = "stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else str(error)
+        later = f"push it later: supertuner adapter push {shlex.quote(source)} {repository}"
+        run_session.sink.emit(WarningEvent("exports.push_to_hub", f"not pushed: {reason}; {later}"))
+        lines = [f"NOT PUSHED to {repository}: {reason}", later]
+    else:
+        run_session.sink.emit(NoteEvent("exports.push_to_hub", "; ".join(lines)))
+    return replace(result, hub_lines=tuple(lines))
 
 
 def open_report_sinks(run_session: RunSession, stack: ExitStack) -> Sink:
@@ -199,6 +244,7 @@ def training_summary(result: TrainingResult) -> str:
     lines.append(f"  checkpoints  {run_dir / 'checkpoints'}")
     lines += [f"  exported     {path}" for path in result.adapters]
     lines += [f"  memory       {line}" for line in result.memory_lines]
+    lines += [f"  hub          {line}" for line in result.hub_lines]
     if result.stopped_by:
         lines.append("the same command resumes from here")
     return "\n".join(lines)

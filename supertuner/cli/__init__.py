@@ -30,9 +30,9 @@ from supertuner.core.types import escape_lines
 
 TRAIN_EXTRA_MODULES = frozenset(
     (
-        "PIL", "accelerate", "av", "cramjam", "diffusers", "ftfy", "lycoris", "matplotlib", "peft", "prodigyopt",
-        "pyarrow", "pynvml", "safetensors", "schedulefree", "simplejpeg", "soundfile", "tensorboard", "torch",
-        "torchao", "transformers",
+        "PIL", "accelerate", "av", "cramjam", "diffusers", "ftfy", "huggingface_hub", "lycoris", "matplotlib", "peft",
+        "prodigyopt", "pyarrow", "pynvml", "safetensors", "schedulefree", "simplejpeg", "soundfile", "tensorboard",
+        "torch", "torchao", "transformers",
     )
 )  # fmt: skip
 """The modules of the packages of the extra `train` in pyproject.toml; a test compares the two."""

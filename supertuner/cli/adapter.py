@@ -1,4 +1,4 @@
-"""`supertuner adapter`: inspect adapter files, write them for other programs, and merge them into a model."""
+"""`supertuner adapter`: inspect adapter files, write them for other programs, push them, and merge them into models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(help="Inspect, convert, export and merge adapter files.", no_args_is_help=True)
+app = typer.Typer(help="Inspect, convert, export, push and merge adapter files.", no_args_is_help=True)
 
 MAX_METADATA_CHARACTERS = 2000
 """Longest metadata text that is printed: kohya's trainers store whole lists of tags."""
@@ -91,6 +91,56 @@ def export(
     for done in exported:
         typer.echo(f"{done.path}: {done.tensors} tensors for {program}; {done.summary}")
     typer.echo(adapters.loading_hint(exported, program))
+
+
+@app.command()
+def push(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A run folder (its newest step), RUN@STEP, the folder of a checkpoint, or a .safetensors file.",
+            metavar="RUN|RUN@STEP|CHECKPOINT|FILE",
+        ),
+    ],
+    repository: Annotated[
+        str, typer.Argument(help="Repository on the Hugging Face hub; created if missing.", metavar="OWNER/NAME")
+    ],
+    private: Annotated[
+        bool | None,
+        typer.Option("--private/--public", help="Of a new repository. Default: exports.hub_private, else private."),
+    ] = None,
+    programs: Annotated[
+        list[str] | None,
+        typer.Option("--for", help="Also push files for comfyui or kohya. Repeatable.", metavar="PROGRAM"),
+    ] = None,
+    license: Annotated[
+        str | None, typer.Option("--license", help='In the card, such as "apache-2.0". Default: exports.license.')
+    ] = None,
+    trigger_word: Annotated[
+        str | None, typer.Option("--trigger-word", help="In the card. Default: that of the run.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a foreign or edited model card.")] = False,
+) -> None:
+    """Push an adapter, samples of its step and a model card to the Hugging Face hub, as one commit. Needs a token:
+    `hf auth login`, or HF_TOKEN."""
+    from supertuner.api import adapters
+
+    pushed = adapters.push(
+        source,
+        repository,
+        programs=programs or (),
+        private=private,
+        license=license,
+        trigger_word=trigger_word,
+        overwrite=force,
+    )
+    typer.echo(adapters.push_summary(pushed))
+    for file in pushed.files:
+        typer.echo(f"  {file}")
+    if pushed.kept_card is not None:
+        typer.echo("--force replaces the model card")
+    if private is not None and private != pushed.is_private:
+        typer.echo("the repository existed, and its visibility is unchanged; its settings on the hub change it")
 
 
 @app.command()

@@ -17,6 +17,8 @@
     ├── CheckpointError              a checkpoint cannot be written, or is damaged
     ├── PeerError                    another process of the run failed or exited; carries its message
     ├── CollectiveError              this process failed in a collective operation, so no rank can continue
+    ├── HubError                     the Hugging Face hub refuses a push, or there is no valid token
+    │   └── HubUnreachableError      the hub cannot be reached, or fails; it may work later
     ├── BaselineError                a baseline cannot be captured, read or rerun (exit code 2: 1 means a regression)
     └── ArenaError                   an arena on this node
         ├── ArenaMissingError        no committed arena of that name
@@ -142,6 +144,14 @@ class PeerError(SuperTunerError):
 
 class CollectiveError(SuperTunerError):
     """This process failed in a collective operation, so no rank can continue."""
+
+
+class HubError(SuperTunerError):
+    """The Hugging Face hub refuses a push, or there is no valid token."""
+
+
+class HubUnreachableError(HubError):
+    """The hub cannot be reached, or fails; it may work later."""
 
 
 class BaselineError(SuperTunerError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TypeAlias
@@ -37,3 +38,8 @@ def escape_for_terminal(text: str) -> str:
 def escape_lines(text: str) -> str:
     """`escape_for_terminal` for each line of a message."""
     return "\n".join(map(escape_for_terminal, text.split("\n")))
+
+
+def hide_tokens(text: str) -> str:
+    """`text` without tokens of the Hugging Face hub, for files and messages that may quote what a user wrote."""
+    return re.sub(r"\bhf_[A-Za-z0-9]{16,}", "hf_(token removed)", text)

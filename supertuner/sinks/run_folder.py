@@ -1,7 +1,8 @@
 """The run folder: the configuration file and the effective settings, all decisions with their reasons, all events.
 
     run.json               identifies the folder: format, name, digest of the configuration, time of the first start
-    config.given.*         the configuration file, byte for byte, and the files that it refers to
+    config.given.*         the configuration file, byte for byte but for tokens of the hub, and the files that it
+                           refers to
     config.resolved.json   every setting with its value, and the origin of each value
     decisions.json         every decision made at run time: what, value, reason
     set_aside.jsonl        every file that is not used, with the reason

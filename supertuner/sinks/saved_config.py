@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from supertuner.core.types import JSON
+from supertuner.core.types import JSON, hide_tokens
 
 CONFIG_FILE_STEM = "config.given"
 
@@ -33,10 +33,10 @@ class SavedConfig:
     """Patterns of settings and blocks that may change between sessions of one run."""
 
     def files(self) -> dict[str, bytes]:
-        """The files to store, by name; the configuration file comes first."""
-        contents = {f"{CONFIG_FILE_STEM}{self.extension}": self.file_content}
+        """The files to store, by name; the configuration file comes first. Tokens of the hub are removed."""
+        contents = {f"{CONFIG_FILE_STEM}{self.extension}": _without_tokens(self.file_content)}
         for number, (name, content) in enumerate(self.attachments.items(), start=1):
-            contents[f"{CONFIG_FILE_STEM}.{number}.{PurePath(name).name}"] = content
+            contents[f"{CONFIG_FILE_STEM}.{number}.{PurePath(name).name}"] = _without_tokens(content)
         return contents
 
     @property
@@ -64,6 +64,10 @@ class SavedConfig:
             if not changeable and (pattern not in self.defaults or self.defaults[pattern] != value):
                 settings[path] = value
         return settings
+
+
+def _without_tokens(content: bytes) -> bytes:
+    return hide_tokens(content.decode(errors="surrogateescape")).encode(errors="surrogateescape")
 
 
 def _difference_lines(ours: Mapping[str, JSON], theirs: Mapping[str, JSON], defaults: Mapping[str, JSON]) -> list[str]:

@@ -114,7 +114,10 @@ def test_light_commands_work(bare: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, (arguments, done.stderr)
 
 
-@pytest.mark.parametrize("command", [("quickstart",), ("estimate", "run.json"), ("train", "run.json")])
+@pytest.mark.parametrize(
+    "command",
+    [("quickstart",), ("estimate", "run.json"), ("train", "run.json"), ("adapter", "push", "runs/a", "someone/a")],
+)
 def test_a_command_that_needs_the_extra_names_it(bare: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
     write_config(tmp_path)
     done = run(bare, tmp_path, *command)

@@ -212,6 +212,7 @@ def check_run(file: RunFile, work: Path, parent: TrainingForkServer) -> None:
         "validation.frames": 1,
         "validation.prompts": '["a square"]',
         "report.wandb": "null",
+        "exports.push_to_hub": "null",
     }
     for index, dataset in enumerate(loaded.config.datasets):
         prefix = f"datasets[{index}]"

@@ -141,6 +141,9 @@ AI_TOOLKIT_CONVERTED_KEYS = (
         {
             "save_every": positive_or_unset("checkpoints.every_steps"),
             "max_step_saves_to_keep": train.saves_to_keep,
+            "push_to_hub": train.push_to_hub("hf_repo_id"),
+            "hf_repo_id": to_ours.used_by_key("push_to_hub", is_switch=False),
+            "hf_private": unless_null("exports.hub_private"),
         },
         "save",
     ),

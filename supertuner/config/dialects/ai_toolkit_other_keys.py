@@ -11,7 +11,6 @@ from supertuner.config.dialects.reasons import (
     NO_OFFLOAD,
     NO_SAMPLER_OPTION,
     NO_TEXT_TRAINING,
-    NOT_UPLOADED,
     ONE_PIPELINE,
     PLAIN_LOSS,
     PLAIN_NOISE,
@@ -285,7 +284,6 @@ AI_TOOLKIT_OTHER_KEYS = (
         "save",
         off=_default("fp32", "float32"),
     ),
-    *ignored_keys(AI_TOOLKIT, NOT_UPLOADED, "push_to_hub hf_repo_id hf_private", "save"),
     *ignored_keys(
         AI_TOOLKIT, "has no effect: every prompt is sampled with every seed of validation.seeds", "walk_seed", "sample"
     ),

@@ -318,7 +318,8 @@ def used_by_key(other_key: str, is_switch: bool = True) -> KeyConversion:
     def convert(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
         if is_switch and not isinstance(value, bool):
             return [not_a_switch(value)]
-        return [] if other_key in block else [ConversionNote(f"has no effect without {other_key}")]
+        is_there = other_key in block or f"--{other_key}" in block
+        return [] if is_there else [ConversionNote(f"has no effect without {other_key}")]
 
     return convert
 

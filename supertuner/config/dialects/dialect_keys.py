@@ -1,7 +1,7 @@
 """The row type of the tables of dialect keys: a key of another program, and its answer here.
 
 There are three answers: the key acts; it acts approximately, with a note that says how; it has no meaning here, with
-the reason. A key of the third kind passes silently if its value asks for nothing (`push_to_hub: false`).
+the reason. A key of the third kind passes silently if its value asks for nothing (`ramtorch: false`).
 """
 
 from __future__ import annotations

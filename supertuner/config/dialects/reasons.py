@@ -13,7 +13,10 @@ NO_OFFLOAD = (
 )
 CHOSEN_BY_TRAINER = "has no effect: the trainer chooses this automatically"
 CHOSEN_BY_FAMILY = "has no effect: the model family determines its objective and sampler"
-NOT_UPLOADED = "has no effect: nothing is uploaded, and no other service is notified"
+NOT_NOTIFIED = "has no effect: no other service is notified; exports.push_to_hub pushes to the Hugging Face hub"
+PUSHED_AT_END = "has no effect: the adapter is pushed once, when training ends"
+EDITED_CARD = "has no effect: edit the model card on the hub; a later push keeps an edited card"
+TOKEN_IN_FILE = "is refused: a token in a file is easily published; remove it, and run `hf auth login` or set HF_TOKEN"
 ALWAYS_ON_REQUEST = "has no effect: `supertuner validate` and SIGUSR1 request a validation from any running job"
 NO_PROMPT_LIBRARY = "has no effect: write the prompts into validation.prompts"
 EXPORT_FORMAT = "has no effect: exports.formats sets the names in the exported files"

@@ -140,6 +140,22 @@ def export_format(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     return [SettingValue("exports.formats", [value])] if value in FORMATS else [not_available(value, FORMATS)]
 
 
+def push_to_hub(repository_key: str) -> KeyConversion:
+    """The switch that pushes to the repository that another key of the block names."""
+
+    def convert(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
+        if not isinstance(value, bool):
+            return [] if value is None else [not_a_switch(value)]
+        repository = sibling_value(block, repository_key)
+        if not value:
+            return []
+        if isinstance(repository, str) and "/" in repository:
+            return [SettingValue("exports.push_to_hub", repository)]
+        return [ConversionNote(f"has no effect: {repository_key} does not name a repository as OWNER/NAME")]
+
+    return convert
+
+
 def resume(value: JSON, block: Mapping[str, JSON]) -> Outcomes:
     return [SettingValue("checkpoints.resume", value)] if value else []
 

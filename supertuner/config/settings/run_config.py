@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from supertuner.config.families import (
     ALL_EXPERTS,
@@ -31,6 +31,9 @@ from supertuner.config.settings.train import (
     TrainSettings,
 )
 from supertuner.config.settings.validation import ValidationSettings
+
+USED_BY_PUSH_COMMAND: Final = ("hub_private", "license", "trigger_word")
+"""Settings of exports that `supertuner adapter push` uses, also for a run that exports nothing itself."""
 
 
 class RunConfig(SettingsBlock):
@@ -90,6 +93,12 @@ class RunConfig(SettingsBlock):
         """Whether averaged and trained weights are exported."""
         return self.exports.weights == "both" and self.has_weight_average
 
+    @property
+    def push_repository(self) -> str | None:
+        """The repository on the hub that the run is pushed to; None: it is not pushed."""
+        has_adapter = self.adapter.type != "full" and self.exports_when != "never"
+        return self.exports.push_to_hub if has_adapter else None
+
     def contradictions(self) -> Iterator[SettingsIssue]:
         seen = Counter(dataset.id for dataset in self.datasets if dataset.id)
         for index, dataset in enumerate(self.datasets):
@@ -132,8 +141,11 @@ class RunConfig(SettingsBlock):
         if self.adapter.type == "full" and "formats" in self.exports.model_fields_set:
             message = "has no effect: all weights are trained, and are exported as folders for diffusers"
             yield SettingsIssue("exports.formats", message)
+        if self.adapter.type == "full" and self.exports.push_to_hub is not None:
+            message = "has no effect: all weights are trained; push the exported folders with `hf upload`"
+            yield SettingsIssue("exports.push_to_hub", message)
         if self.exports.when == "never":
-            for name in sorted(self.exports.model_fields_set - {"when"}):
+            for name in sorted(self.exports.model_fields_set - {"when", *USED_BY_PUSH_COMMAND}):
                 yield SettingsIssue(f"exports.{name}", 'has no effect: exports.when is "never"')
 
     def _untrained_expert_warnings(self) -> Iterator[SettingsIssue]:

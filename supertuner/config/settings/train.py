@@ -12,6 +12,10 @@ from supertuner.config.settings.block import SettingsBlock, SettingsIssue, name_
 
 _DEVICES = r"^(auto|cpu|(cuda|xpu|mps|npu|hpu)(:[0-9]{1,4})?)$"
 _DEVICE = {"allowed": '"auto", or a device such as "cpu", "cuda" or "cuda:1"'}
+_REPOSITORIES = r"^[A-Za-z0-9_]+([.-][A-Za-z0-9_]+)*/[A-Za-z0-9_]+([.-][A-Za-z0-9_]+)*$"
+_REPOSITORY = {"allowed": 'OWNER/NAME, such as "someone/my-lora": letters, digits, and single . _ - between them'}
+_LICENSES = r"^[a-z0-9][a-z0-9.+_-]*$"
+_LICENSE = {"allowed": 'the hub\'s name of a licence, such as "apache-2.0", "cc-by-nc-4.0" or "other"'}
 
 
 _NAME = {"allowed": "text of letters, digits, spaces and . _ - that starts with a letter or digit"}
@@ -86,6 +90,17 @@ class ExportSettings(SettingsBlock):
     weights: Literal["averaged", "trained", "both"] = "averaged"
     """With `train.ema_decay` or a schedule-free optimizer: export the average, the weights that are trained, or both.
     Without an average, all three mean the trained weights."""
+    push_to_hub: Annotated[str | None, Field(max_length=193, pattern=_REPOSITORIES, json_schema_extra=_REPOSITORY)] = (
+        None
+    )
+    """Repository on the Hugging Face hub, OWNER/NAME, to which the adapter of the last step, its samples and a model
+    card are pushed when training ends. It is created if it does not exist. Unset: nothing is pushed."""
+    hub_private: bool = True
+    """Whether a repository that a push creates is private."""
+    license: Annotated[str | None, Field(max_length=100, pattern=_LICENSES, json_schema_extra=_LICENSE)] = None
+    """Licence of the adapter in its model card, as the hub names it. Unset: the card names no licence."""
+    trigger_word: Annotated[str | None, Field(min_length=1)] = None
+    """Word in the model card that prompts should contain. Unset: `captions.trigger_word` of the datasets."""
 
 
 class ReportSettings(SettingsBlock):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from supertuner.config.settings.key_paths import SettingSchema, schema_alternatives
-from supertuner.core.types import JSON
+from supertuner.core.types import JSON, hide_tokens
 
 _TRUE = frozenset(("1", "true", "yes", "on"))
 _FALSE = frozenset(("0", "false", "no", "off"))
@@ -16,7 +16,7 @@ _FALSE = frozenset(("0", "false", "no", "off"))
 
 def format_value(value: JSON) -> str:
     """The value as JSON, shortened to at most 60 characters."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = hide_tokens(json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= 60 else text[:57] + "…"
 
 

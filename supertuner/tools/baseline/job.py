@@ -53,7 +53,8 @@ def run_measured_training(request: MeasurementRequest) -> None:
         recorder = MeasurementRecorder(request.begun, request.turn_steps, stop_after=request.stop_after)
         if request.trace:
             recorder.after_step = stack.enter_context(open_profiler(Path(request.trace))).step
-        with open_session(load_command_config(Path(request.config), request.sets)) as run_session:
+        sets = [*request.sets, "exports.push_to_hub=null"]  # a measurement is not a result
+        with open_session(load_command_config(Path(request.config), sets)) as run_session:
             result = train_in_session(run_session, extra_sink=recorder)
     run_dir = result.run_dir
     write_bytes(out / EVENTS_FILE, (run_dir / EVENTS_FILE).read_bytes())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -89,6 +89,28 @@ def export_adapters(
         for path in paths:
             _temporary_path(path).unlink(missing_ok=True)
     return exported
+
+
+def export_files(
+    files: Sequence[AdapterFile],
+    program: str,
+    out: Path | None,
+    base_files: Callable[[AdapterFile], Sequence[Path]] | None,
+    *,
+    overwrite: bool = False,
+    family: str | None = None,
+) -> list[ExportedFile]:
+    """Like `export_adapters`. `base_files` names the base weights of a file, from which the factors of a DoRA for
+    ComfyUI are computed; None: they are not known."""
+    from supertuner.train.export.comfyui_dora import file_magnitude_factors
+
+    sources = [
+        (file, file_magnitude_factors(file, base_files(file)))
+        if base_files is not None and needs_base_weights(file, program)
+        else (file, None)
+        for file in files
+    ]
+    return export_adapters(sources, program, out, overwrite=overwrite, family=family)
 
 
 def needs_base_weights(file: AdapterFile, program: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Final
 
 from supertuner.config.settings.block import SettingsBlock
 from supertuner.config.settings.run_config import RunConfig
-from supertuner.core.types import JSON
+from supertuner.core.types import JSON, MediaKind
 from supertuner.models.spec import Expert, Family, ModelDescription, ModelSource
 from supertuner.train.checkpoint.state import library_versions
 
@@ -61,7 +61,8 @@ def build_metadata(run: RunFacts, expert: Expert, adapter_metadata: Mapping[str,
         **adapter_facts,
         "run": run.name,
         "family": family,
-        "base_model": _base_model(run.model.source),
+        "base_model": base_model_name(run.model.source),
+        "task": hub_task(run.model),
         "revision": run.model.source.revision,
         "step": run.step,
         "samples": run.samples,
@@ -84,19 +85,28 @@ def add_tensor_hash(metadata: Mapping[str, str], tensors: Iterable[memoryview]) 
     return {**metadata, f"{MODELSPEC_PREFIX}hash_sha256": f"0x{digest.hexdigest()}"}
 
 
-def _base_model(source: ModelSource) -> str:
+def hub_task(model: ModelDescription) -> str:
+    """What a pipeline of the model does, as the hub names it (`pipeline_tag`)."""
+    if model.edits_images:
+        return "image-to-image"
+    output = "video" if MediaKind.VIDEO in model.media_kinds else "image"
+    return f"{'image' if model.needs_first_frame else 'text'}-to-{output}"
+
+
+def base_model_name(source: ModelSource) -> str:
     """The model's name on the hub, or the last part of a local folder: its location is private."""
     return Path(source.path).name if Path(source.path).is_dir() else source.path
 
 
 def _changed_settings(block: SettingsBlock) -> JSON:
     settings: JSON = block.model_dump(mode="json", exclude_defaults=True)
-    return _strip_folders(settings)
+    return strip_folders(settings)
 
 
-def _strip_folders(value: JSON) -> JSON:
+def strip_folders(value: JSON) -> JSON:
+    """The value with only the last part of every path in it: folders of the machine are private."""
     if isinstance(value, dict):
-        return {key: _strip_folders(item) for key, item in value.items()}
+        return {key: strip_folders(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_strip_folders(item) for item in value]
+        return [strip_folders(item) for item in value]
     return Path(value).name if isinstance(value, str) and "/" in value else value

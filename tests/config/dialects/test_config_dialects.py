@@ -113,7 +113,8 @@ def test_root_keys_apply_to_datasets_that_do_not_set_them(simpletuner):
 
 def test_keys_without_effect_produce_notes(simpletuner):
     notes = {note.what: note.message for note in simpletuner.notes}
-    assert "nothing is uploaded" in notes["--push_to_hub"]
+    assert "hub_model_id does not name a repository as OWNER/NAME" in notes["--push_to_hub"]
+    assert simpletuner.config.exports.push_to_hub is None
     assert notes["multi.json: [2]"] == "is disabled and not used"
     assert "describes a cache" in notes["multi.json: [3]"]
     assert "cache_config.cache_dir" in notes["multi.json: [0].cache_dir_vae"]
@@ -139,6 +140,28 @@ def test_a_key_without_meaning_here_that_asks_for_nothing_produces_no_note(load_
     assert load_text(silent).notes == ()
 
 
+def test_switches_that_push_name_the_repository_by_another_key(load_text, refuse):
+    simpletuner = {"--push_to_hub": "true", "--hub_model_id": "someone/lora", "model_card_private": False}
+    ai_toolkit = {"save": {"push_to_hub": True, "hf_repo_id": "someone/lora", "hf_private": False}}
+    for tree in (simpletuner, ai_toolkit):
+        loaded = load_text(tree)
+        exports = loaded.config.exports
+        assert (exports.push_to_hub, exports.hub_private, loaded.notes) == ("someone/lora", False, ())
+    off = load_text({"push_to_hub": False, "hub_model_id": "someone/lora"})
+    assert off.config.exports.push_to_hub is None and off.notes == ()
+    (note,) = load_text({"hub_model_id": "someone/lora"}).notes
+    assert note.message == "has no effect without push_to_hub"
+    assert "once, when training ends" in load_text({"push_checkpoints_to_hub": True}).notes[0].message
+
+
+def test_a_token_in_a_file_is_refused_and_not_shown(refuse):
+    token = "hf_ThisIsASecretThatNobodyMayEverSee12"
+    (problem,) = refuse({"hub_token": token})
+    assert "run `hf auth login` or set HF_TOKEN" in problem and token not in problem
+    (problem,) = refuse({"exports": {"push_to_hub": token}})
+    assert '"hf_(token removed)" is not allowed; allowed: OWNER/NAME' in problem
+
+
 def test_a_key_that_would_train_something_else_is_refused(refuse, load_text):
     assert "ControlNets and control channels are not trained here" in refuse({"controlnet": True})[0]
     assert "distillation is not trained here" in refuse({"distillation_method": "lcm"})[0]
@@ -160,10 +183,10 @@ def test_notes_stand_beside_errors_in_the_order_of_the_file(tmp_path, load_text)
     tree = {
         "ramtorch": True,
         "learning_rate": "fast",
-        "push_to_hub": True,
+        "model_card_note": "a",
         "data_backend_config": "multi.json",
         "model_famly": "flux",
-        "hub_model_id": "someone/else",
+        "model_card_safe_for_work": True,
     }
     with pytest.raises(ConfigError) as caught:
         load_text(tree)
@@ -171,7 +194,7 @@ def test_notes_stand_beside_errors_in_the_order_of_the_file(tmp_path, load_text)
     assert [line.split(": ")[:2] for line in lines[1:5]] == [
         ["  note", "ramtorch"],
         ["  error", "optimizer.learning_rate"],
-        ["  note", "push_to_hub, hub_model_id"],
+        ["  note", "model_card_note, model_card_safe_for_work"],
         ["  error", "model_famly"],
     ]
     assert lines[5].startswith("  note: multi.json: [0].crop: ")
@@ -179,7 +202,7 @@ def test_notes_stand_beside_errors_in_the_order_of_the_file(tmp_path, load_text)
     assert lines[7] == "3 errors; nothing was started"
     assert [note.path for note in caught.value.notes] == [
         "ramtorch",
-        "push_to_hub, hub_model_id",
+        "model_card_note, model_card_safe_for_work",
         "multi.json: [0].crop",
     ]
 
