@@ -7,6 +7,7 @@ its own beside the trial, and what is not ready in time is left to `supertuner e
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from supertuner.plan.forecast.results import MachineCapacity
 
 GROUP = "machine"
+LOW_PRIORITY = 10
+"""Niceness of the forecast: the trial comes first."""
 
 
 # ── device and backends ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -144,6 +147,7 @@ class BackgroundForecast:
         command += ["--machine", machine] if machine else []
         command += [word for one in sets for word in ("--set", one)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, LOW_PRIORITY)
 
     def __enter__(self) -> BackgroundForecast:
         return self

@@ -40,8 +40,7 @@ def trial_settings(config: RunConfig, name: str) -> dict[str, JSON]:
         "model.revision": None,
         "model.variant": None,
         **{f"model.{setting}": None for setting in config.model.single_files},
-        # Arenas and caches of its own: the run finds its own as they were.
-        "arena.home": None,
+        # Arenas and caches of its own: the run finds its own as they were. Caches in memory end with the trial.
         "arena.disk_home": str(folder / "arenas"),
         "arena.keep": "run",
         "cache_config.cache_dir": str(folder / "cache"),
