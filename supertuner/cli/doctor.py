@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from supertuner.tools.doctor.check_result import CheckResult
 
 REQUIREMENT_NAMES = (
     "gpu, known-machine, managed, concurrent, ats, direct, one-pool, batch-calls, cuda-torch, stock-torch, pages-64k, "
     "no-numa-balancing, no-swap, overflow, hints, allocation, no-traps"
 )  # a copy of requirements.REQUIREMENTS, because --help must not import it; a test compares the two
-
-STYLES = {"good": "", "warning": "yellow", "bad": "bold red", "absent": "dim"}
 
 
 def doctor(
@@ -50,6 +44,7 @@ def doctor(
     Exits with 0 also if there is no GPU; with 1 if a requirement is not met, if there is a GPU but a CPU-only torch, or
     if memory returned wrong values.
     """
+    from supertuner.cli.check_page import CheckPage
     from supertuner.config.sources.environment import current_environment
     from supertuner.core.host import HostFacts
     from supertuner.sinks.console import ConsoleSink
@@ -62,7 +57,7 @@ def doctor(
     report_path = report or (None if as_json else Path(reports.DEFAULT_NAME))
     target = None if report_path is None else reports.report_path(report_path, overwrite)
     scale = None if skip_allocation else oversubscription_scale
-    page = DoctorPage()
+    page = CheckPage()
     shown = () if as_json else (ConsoleSink(), page.show)
     examination = examine_machine(HostFacts(), current_environment(), scale, *shown)
     unmet = unmet_requirements(requirements, examination)
@@ -72,7 +67,7 @@ def doctor(
     if as_json:
         typer.echo(reports.report_bytes(document))
     else:
-        page.end(examination.checks, report_path)
+        page.end(examination.checks, f"report: {report_path}" if report_path else "")
     for line in unmet:
         typer.echo(f"not met: {line}", err=True)
     if examination.torch_ignores_gpu:
@@ -80,35 +75,6 @@ def doctor(
         typer.echo(f"torch {torch} is a CPU build, and this machine has a GPU: {CUDA_TORCH_REMEDY}", err=True)
     if unmet or examination.torch_ignores_gpu or examination.memory_corrupted:
         raise typer.Exit(1)
-
-
-class DoctorPage:
-    """Prints the checks to standard output: wrapped and coloured on a terminal, else one plain line per check."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        from supertuner.tools.doctor import screen
-
-        self._screen = screen
-        self._console = Console(highlight=False)
-        self._width = self._console.width if self._console.is_terminal else None
-        self._plain = not screen.can_encode_signs(self._console.encoding)
-        self._signs = screen.PLAIN_SIGNS if self._plain else screen.SIGNS
-
-    def show(self, checks: Sequence[CheckResult]) -> None:
-        for line, mark in self._screen.render_lines(checks, self._width, self._signs):
-            self._print(line, "bold" if mark is None else STYLES[mark.value])
-
-    def end(self, checks: Sequence[CheckResult], report: Path | None) -> None:
-        self._print("")
-        self._print(self._screen.summary(checks, self._signs) + (f"; report: {report}" if report else ""))
-
-    def _print(self, line: str, style: str = "") -> None:
-        from rich.text import Text
-
-        text = Text(self._screen.to_ascii(line) if self._plain else line, style=style)
-        self._console.print(text, soft_wrap=True)  # `screen` has wrapped it, without breaking commands that users copy
 
 
 def env(

@@ -6,6 +6,7 @@ until it is placed, one tensor or layer at a time. So a module on its way to a G
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -35,6 +36,9 @@ STORED_FORMATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torc
 
 SCALE_SUFFIXES: Final = (".scale_weight", ".weight_scale", ".scale_input", "scaled_fp8")
 """Endings of the tensors in which other programs store the scales of fp8 weights."""
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""The limit of the .safetensors format for a header."""
 
 PlaceWeights: TypeAlias = Callable[[nn.Module], object]
 """Replaces every tensor of a loaded module, which may be mapped from a file, by a copy in memory."""
@@ -79,21 +83,21 @@ def load_module(
     """
     if model.source.without_weights:
         return build_without_weights(lambda: build_meta_module(model, component), dtype)
-    component_class = _component_class(model, component)
+    library_class = component_class(model, component)
     folder = pipeline_folder(model.source, (component,))
     single_file = model.source.single_files.get(component)
     where = single_file or folder / component
     for file in weight_files(model.source, folder, component):
-        _check_weight_file(file)
+        read_weight_header(file)
     with quiet_libraries(), _unchanged_random_state():
         try:
             if single_file is not None:
-                loaded = _from_single_file(component_class, single_file, folder, component, dtype)
+                loaded = _from_single_file(library_class, single_file, folder, component, dtype)
             else:
-                loaded = _from_folder(component_class, model.source.variant, folder, component, dtype)
+                loaded = _from_folder(library_class, model.source.variant, folder, component, dtype)
         except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, ImportError) as error:
             # An unsuitable config fails in any of these ways.
-            raise ModelError(f"{where} cannot be loaded as {component_class.__name__}: {_first_line(error)}") from error
+            raise ModelError(f"{where} cannot be loaded as {library_class.__name__}: {_first_line(error)}") from error
         require_values(loaded, f"{where}")
         place(loaded.eval().requires_grad_(False))
     return loaded
@@ -145,12 +149,12 @@ def _unchanged_random_state() -> AbstractContextManager[None]:
 @interrupts_win()
 def build_meta_module(model: ModelDescription, component: str) -> nn.Module:
     """A component on the meta device: layers and shapes without memory."""
-    component_class = _component_class(model, component)
+    library_class = component_class(model, component)
     with quiet_libraries(), torch.device("meta"):
         try:
-            meta_module = _from_config(component_class, dict(model.configs[component]))
+            meta_module = _from_config(library_class, dict(model.configs[component]))
         except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
-            problem = f"the config of {component} is not one of {component_class.__name__}: {_first_line(error)}"
+            problem = f"the config of {component} is not one of {library_class.__name__}: {_first_line(error)}"
             raise ModelError(f"{model.source.path}: {problem}") from error
     assert isinstance(meta_module, nn.Module)
     return meta_module
@@ -159,19 +163,19 @@ def build_meta_module(model: ModelDescription, component: str) -> nn.Module:
 @interrupts_win()
 def load_tokenizer_or_scheduler(model: ModelDescription, component: str) -> Any:
     """A component without weights: a tokenizer or a scheduler."""
-    if model.source.without_weights:
+    if model.source.without_weights and not model.source.loads_tokenizers:
         return PlaceholderTokenizer(model.source.assumed_caption_tokens)
-    component_class = _component_class(model, component)
+    library_class = component_class(model, component)
     folder = pipeline_folder(model.source, (component,))
     with quiet_libraries():
         try:
-            return component_class.from_pretrained(str(folder), subfolder=component, local_files_only=True)
+            return library_class.from_pretrained(str(folder), subfolder=component, local_files_only=True)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            reason = f"{component_class.__name__}: {_first_line(error)}"
+            reason = f"{library_class.__name__}: {_first_line(error)}"
             raise ModelError(f"{folder / component} cannot be loaded as {reason}") from error
 
 
-def _component_class(model: ModelDescription, component: str) -> Any:
+def component_class(model: ModelDescription, component: str) -> Any:
     """The class that the pipeline's index names for a component."""
     library, name = map(str, model.configs[""][component])  # type: ignore[call-overload]  # checked by read_component_configs
     if library not in TRUSTED_LIBRARIES:
@@ -179,10 +183,10 @@ def _component_class(model: ModelDescription, component: str) -> Any:
             f"{model.source.path}: its {component} is a class of {library}, which is not loaded: only classes of "
             f"{' and '.join(TRUSTED_LIBRARIES)} are"
         )
-    component_class = getattr(import_module(library), name, None)
-    if component_class is None:
+    library_class = getattr(import_module(library), name, None)
+    if library_class is None:
         raise ModelError(f"{model.source.path}: the installed {library} has no {name}, which is its {component}")
-    return component_class
+    return library_class
 
 
 def _from_config(component_class: Any, config: dict[str, Any]) -> Any:
@@ -230,18 +234,36 @@ def _from_single_file(component_class: Any, file: Path, folder: Path, component:
     return loaded
 
 
-def _check_weight_file(file: Path) -> None:
-    """Raise ModelError for a truncated, foreign or scaled fp8 file, from its header alone."""
+def read_weight_header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors in a .safetensors file, without reading a tensor.
+
+    Raises ModelError for a truncated, foreign or scaled fp8 file.
+    """
     try:
         with safe_open(file, framework="pt") as weights:
-            names = list(weights.keys())
+            shapes = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is damaged ({_first_line(error)}); download it again") from error
-    if scale := next((name for name in names if name.endswith(SCALE_SUFFIXES)), None):
+        problem = _truncation(file) or f"is damaged ({_first_line(error)})"
+        raise ModelError(f"{file} {problem}; download it again") from error
+    if scale := next((name for name in shapes if name.endswith(SCALE_SUFFIXES)), None):
         raise ModelError(
             f"{file} holds 8-bit weights with separate scales ({scale}), which loading would ignore; use a file in "
             "bf16 or fp16, and model.base_weights for 8-bit weights"
         )
+    return shapes
+
+
+def _truncation(file: Path) -> str | None:
+    """How much of a damaged file is there, if its header can be read; None: it is not merely too short."""
+    try:
+        with file.open("rb") as opened:
+            header_bytes = int.from_bytes(opened.read(8), "little")
+            entries = json.loads(opened.read(min(header_bytes, MAX_HEADER_BYTES)))
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+        size, whole_size = file.stat().st_size, 8 + header_bytes + max(ends, default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None  # not a header: the caller reports a damaged file
+    return f"is damaged: it is truncated, {size:,} of {whole_size:,} bytes" if size < whole_size else None
 
 
 def _first_line(error: BaseException) -> str:

@@ -85,10 +85,24 @@ def pipeline_folder(source: ModelSource, components: Sequence[str]) -> Path:
     """The folder of the pipeline, after downloading all files of these components if it is on the hub."""
     if (local := _local_folder(source)) is not None:
         return local
-    config_patterns = tuple(f"{part}/*{ending}" for part in components for ending in CONFIG_SUFFIXES)
-    folder = hub.download_snapshot(source, config_patterns)
-    weight_patterns = tuple(name for part in components for name in _weight_names(folder, part, source.variant))
-    return hub.download_snapshot(source, (*config_patterns, *weight_patterns))
+    return hub.download_snapshot(source, (*_config_patterns(components), *_weight_patterns(source, components)))
+
+
+def pending_download_bytes(source: ModelSource, components: Sequence[str]) -> int:
+    """Bytes of the weight files of these components that are on the hub and not yet in its cache; 0 for a folder."""
+    if _local_folder(source) is not None:
+        return 0
+    return hub.pending_bytes(source, _weight_patterns(source, components))
+
+
+def _config_patterns(components: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{part}/*{ending}" for part in components for ending in CONFIG_SUFFIXES)
+
+
+def _weight_patterns(source: ModelSource, components: Sequence[str]) -> tuple[str, ...]:
+    """The names of the weight files on the hub, after downloading the configs, which list the shards."""
+    folder = hub.download_snapshot(source, _config_patterns(components))
+    return tuple(name for part in components for name in weight_names(folder, part, source.variant))
 
 
 def component_files(source: ModelSource, components: Sequence[str]) -> tuple[Path, ...]:
@@ -131,7 +145,7 @@ def weight_files(source: ModelSource, folder: Path, component: str) -> tuple[Pat
     """The .safetensors files with a component's weights. Raises ModelError if one is missing."""
     if component in source.single_files:
         return (source.single_files[component],)
-    files = [folder / name for name in _weight_names(folder, component, source.variant)]
+    files = [folder / name for name in weight_names(folder, component, source.variant)]
     if any(file.parent.name == component and file.name.count("-of-") for file in files):
         missing = [file.name for file in files if not file.is_file()]
         if missing:
@@ -145,24 +159,25 @@ def weight_files(source: ModelSource, folder: Path, component: str) -> tuple[Pat
     return (present[0],)
 
 
-def _weight_names(folder: Path, component: str, variant: str | None) -> Iterator[str]:
+def weight_names(folder: Path, component: str, variant: str | None) -> Iterator[str]:
     """Paths relative to the folder: the shards in an index file, or else the possible names of a single file."""
-    for stem in WEIGHT_STEMS:
-        index = (
-            folder
-            / component
-            / (f"{stem}.safetensors.index.{variant}.json" if variant else f"{stem}.safetensors.index.json")
-        )
-        if index.is_file():
-            shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
-            if any(Path(shard).name != shard for shard in shards):
-                raise ModelError(f"{index} names a file outside its folder")
-            yield from (f"{component}/{shard}" for shard in shards)
-            return
+    if (index := shard_index(folder, component, variant)) is not None:
+        shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        if any(Path(shard).name != shard for shard in shards):
+            raise ModelError(f"{index} names a file outside its folder")
+        yield from (f"{component}/{shard}" for shard in shards)
+        return
     yield from (
         f"{component}/{stem}.{variant}.safetensors" if variant else f"{component}/{stem}.safetensors"
         for stem in WEIGHT_STEMS
     )
+
+
+def shard_index(folder: Path, component: str, variant: str | None) -> Path | None:
+    """The file that lists a component's shards; None: its weights are one file."""
+    ending = f"index.{variant}.json" if variant else "index.json"
+    candidates = (folder / component / f"{stem}.safetensors.{ending}" for stem in WEIGHT_STEMS)
+    return next((index for index in candidates if index.is_file()), None)
 
 
 def _no_weights_message(folder: Path, variant: str | None) -> str:

@@ -41,6 +41,8 @@ class ModelSource:
     """Component → a .safetensors file to load its weights from instead."""
     without_weights: bool = False
     """Build components from their configs alone, without files and memory for weights, for a forecast."""
+    loads_tokenizers: bool = False
+    """Without weights: load the tokenizers all the same, whose files are small."""
     assumed_caption_tokens: int = 576
     """Without weights: the assumed length of a caption, for models that do not pad captions to a fixed length."""
 
@@ -108,6 +110,9 @@ class TextEncoder(Protocol):
     @property
     def truncated_captions(self) -> int:
         """The number of captions so far that were longer than the model reads and were truncated."""
+
+    def is_truncated(self, caption: str) -> bool:
+        """Whether the model reads only the beginning of this caption. Needs the tokenizers alone."""
 
     def encode(self, captions: Sequence[str]) -> list[Tensors]:
         """The fields of each caption: detached, on the CPU, without padding and without a batch dimension."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
 from supertuner.config.families import expert_names
-from supertuner.config.settings.model import AdapterSettings
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.config.sources import alloc_conf
 from supertuner.config.sources.launcher import SINGLE_PROCESS_ENVIRONMENT, LauncherEnvironment
@@ -15,6 +16,7 @@ from supertuner.core.events import DecisionEvent, Sink, WarningEvent
 from supertuner.core.host import HostFacts
 from supertuner.models import loading
 from supertuner.models.adapters import attach as adapters
+from supertuner.models.adapters.layers import AdapterSize
 from supertuner.models.attention import require_backend, require_backend_support
 from supertuner.models.block_compilation import check_compiler
 from supertuner.models.quantization import check_quantization
@@ -105,20 +107,27 @@ def export_decision(config: RunConfig) -> DecisionEvent:
     return DecisionEvent("exports.when", config.exports_when, reason)
 
 
-def _require_export_formats(
-    config: RunConfig, family: Family, expert: Expert, module: nn.Module, settings: AdapterSettings
-) -> None:
-    """TrainError if the adapter of this expert cannot be written in one of `exports.formats`."""
-    other_formats = [name for name in config.exports.formats if name != OWN_FORMAT]
-    if not other_formats or config.exports_when == "never":
+def require_export_format(program: str, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """TrainError if an adapter with these tensors cannot be written for `program`, one of `exports.formats`."""
+    if program == OWN_FORMAT:
         return
+    try:
+        require_exportable(shapes, program, family.name)
+    except ModelError as error:
+        raise TrainError(f'exports.formats: the adapter cannot be written for "{program}": {error}') from error
+
+
+def check_layers(config: RunConfig, family: Family, expert: Expert, module: nn.Module) -> dict[str, AdapterSize]:
+    """The layers of an expert that get an adapter; none if all weights are trained. `module` is on the meta device.
+
+    ModelError if the attention backend does not suit the module, or if a target matches no layer.
+    """
+    require_backend_support(module, config.model.attention)
+    if config.adapter.type == "full":
+        return {}
+    settings = adapters.settings_for_expert(config.adapter, expert.name)
     targets = adapters.resolve_targets(settings, family.target_presets)
-    shapes = adapters.export_shapes(module, settings, targets, family.export_prefix[expert.component])
-    for name in other_formats:
-        try:
-            require_exportable(shapes, name, family.name)
-        except ModelError as error:
-            raise TrainError(f'exports.formats: the adapter cannot be written for "{name}": {error}') from error
+    return adapters.select_layers(module, settings, targets, expert.name)
 
 
 def check_against_meta_modules(
@@ -129,14 +138,16 @@ def check_against_meta_modules(
     Returns the digest of each file that an adapter starts from or is trained on top of, by `expert: setting`.
     """
     digests: dict[str, str] = {}
+    converts = config.exports_when != "never" and config.exports.formats != (OWN_FORMAT,)
     for expert in experts:
         module = loading.build_meta_module(model, expert.component)
-        require_backend_support(module, config.model.attention)
-        if config.adapter.type != "full":
+        check_layers(config, family, expert, module)
+        if converts and config.adapter.type != "full":
             settings = adapters.settings_for_expert(config.adapter, expert.name)
             targets = adapters.resolve_targets(settings, family.target_presets)
-            adapters.select_layers(module, settings, targets, expert.name)
-            _require_export_formats(config, family, expert, module, settings)
+            shapes = adapters.export_shapes(module, settings, targets, family.export_prefix[expert.component])
+            for program in config.exports.formats:
+                require_export_format(program, family, shapes)
         file_digests = check_initial_adapters(config, family, model, expert)
         digests |= {f"{expert.name}: {setting}": digest for setting, digest in file_digests.items()}
     return digests

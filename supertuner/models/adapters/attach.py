@@ -33,6 +33,7 @@ from supertuner.models.adapters.layers import (
     summarize_names,
 )
 from supertuner.models.library_guards import exclusive_construction
+from supertuner.models.meta_modules import MetaDeviceMode
 from supertuner.models.spec import Tensors
 
 __all__ = [
@@ -164,8 +165,9 @@ def export_shapes(
             for key, layer in layers.items()
             for name, parameter in layer.named_parameters()
         }
-    expert = attach(module, settings, targets, seed=0, name="")
-    return {name: tuple(tensor.shape) for name, tensor in _file_tensors(expert, prefix).items()}
+    with MetaDeviceMode():  # a large adapter would take seconds to initialize, and gigabytes
+        tensors = _file_tensors(attach(module, settings, targets, seed=0, name=""), prefix)
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _file_tensors(expert: TrainableExpert, prefix: str) -> Tensors:

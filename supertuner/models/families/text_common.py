@@ -63,12 +63,12 @@ class CaptionEncoder:
     ) -> None:
         self.modules = [tower.encoder for tower in towers]
         """The forecast counts their weights: an encoder holds its modules in attributes (`plan/trace`)."""
-        self._encode_caption, self._is_truncated = encode_caption, is_truncated
+        self._encode_caption, self.is_truncated = encode_caption, is_truncated
         self.truncated_captions = 0
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> list[Tensors]:
-        self.truncated_captions += sum(map(self._is_truncated, captions))
+        self.truncated_captions += sum(map(self.is_truncated, captions))
         return [self._encode_caption(caption) for caption in captions]
 
 

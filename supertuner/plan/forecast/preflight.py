@@ -53,8 +53,8 @@ def preflight_check(
     if sharded:
         sink.emit(NoteEvent(EVENT_TOPIC, f"no forecast and no plan: {SHARDED_NOT_FORECAST}"))
         return None
-    capacity = _device_capacity(device, host)
-    if config.forecast.before_training == "auto" and (reason := _why_not_needed(config, capacity)):
+    capacity = device_capacity(device, host)
+    if config.forecast.before_training == "auto" and (reason := why_not_needed(config, capacity)):
         sink.emit(NoteEvent(EVENT_TOPIC, reason))
         return None
     from supertuner.plan.forecast.forecast import forecast_run
@@ -91,7 +91,7 @@ def refusal_text(forecast: RunForecast) -> str:
     return "\n".join([*lines, end])
 
 
-def _device_capacity(device: torch.device, host: HostFacts) -> MachineCapacity:
+def device_capacity(device: torch.device, host: HostFacts) -> MachineCapacity:
     """The memory that is free on the device that the run computes on."""
     if device.type == "cuda":
         return find_machine_capacity(THIS_MACHINE, host, device.index or 0)
@@ -99,7 +99,7 @@ def _device_capacity(device: torch.device, host: HostFacts) -> MachineCapacity:
     return MachineCapacity(cpu, "this machine", None, host.memory_available(), "available")
 
 
-def _why_not_needed(config: RunConfig, capacity: MachineCapacity) -> str | None:
+def why_not_needed(config: RunConfig, capacity: MachineCapacity) -> str | None:
     """Why no step is traced; None: a step is traced."""
     if not capacity.on_cpu or capacity.host_bytes is None:
         return None

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeAlias
 
+from supertuner.arena.home import default_home
 from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.types import bytes_text
 from supertuner.data.ordering.buckets import Bucket
@@ -22,6 +24,10 @@ SPECIAL_TOKENS = 2
 """Start and end token of a caption."""
 CACHE_ENTRY_OVERHEAD_BYTES = 256
 """Bytes of a cache entry besides its tensors, as in `cache/location.py`."""
+
+
+PREFETCHED = "prefetched batches"
+STAGED_PREFIX, CACHE_PREFIX = "datasets[", "cache of "
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,7 @@ def list_storage(
         *map(_staged_item, datasets),
         *_cache_items("latents", cache.vae_cache_type, cache.persistent_cache, *_latent_cache_size(datasets, sizes)),
         *_cache_items("text", cache.text_cache_type, cache.persistent_cache, *_text_cache_size(datasets, sizes)),
-        StorageItem("prefetched batches", "memory", ahead * batch_bytes, batches),
+        StorageItem(PREFETCHED, "memory", ahead * batch_bytes, batches),
         *_checkpoint_items(config, experts),
         *_export_items(config, experts, total_steps),
     )
@@ -85,9 +91,22 @@ def total_storage(items: Iterable[StorageItem], where: StorageLocation) -> tuple
     return sum(part.nbytes or 0 for part in items_there), all(part.nbytes is not None for part in items_there)
 
 
+def storage_folder(item: StorageItem, config: RunConfig) -> Path | None:
+    """The folder at or below which an item is stored; None: in memory of the process."""
+    if item.what == PREFETCHED:
+        return None
+    if item.where == "memory":
+        return config.arena.home or default_home()
+    if item.what.startswith(STAGED_PREFIX):
+        return config.arena.disk_home or config.run.output_dir
+    if item.what.startswith(CACHE_PREFIX) and config.cache_config.persistent_cache:
+        return config.cache_config.cache_dir or config.run.output_dir
+    return config.run.output_dir
+
+
 def _staged_item(dataset: DatasetSize) -> StorageItem:
     where: StorageLocation = "memory" if dataset.in_memory else "disk"
-    return StorageItem(f"datasets[{dataset.id}], staged", where, dataset.stored_bytes, dataset.explanation)
+    return StorageItem(f"{STAGED_PREFIX}{dataset.id}], staged", where, dataset.stored_bytes, dataset.explanation)
 
 
 def _latent_cache_size(datasets: Sequence[DatasetSize], sizes: EncodedSizes) -> tuple[int | None, str]:
@@ -124,9 +143,9 @@ def _text_cache_size(datasets: Sequence[DatasetSize], sizes: EncodedSizes) -> tu
 def _cache_items(what: str, kind: str, persistent: bool, nbytes: int | None, how: str) -> list[StorageItem]:
     if kind == "none":
         return []
-    items = [StorageItem(f"cache of {what}", "memory" if kind == "unified_memory" else "disk", nbytes, how)]
+    items = [StorageItem(f"{CACHE_PREFIX}{what}", "memory" if kind == "unified_memory" else "disk", nbytes, how)]
     if persistent and kind == "unified_memory":
-        items.append(StorageItem(f"cache of {what}, persistent", "disk", nbytes, "cache_config.persistent_cache"))
+        items.append(StorageItem(f"{CACHE_PREFIX}{what}, persistent", "disk", nbytes, "cache_config.persistent_cache"))
     return items
 
 

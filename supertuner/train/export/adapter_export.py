@@ -136,6 +136,8 @@ def _checked_scheme(
 def require_exportable(shapes: Mapping[str, Shape], program: str, family: str) -> None:
     """ModelError if an adapter with these tensors cannot be written for `program`."""
     reading = read_keys(shapes, family)
+    if reading.unknown:  # they would be left out of the file
+        raise ModelError(f"it has no name for {len(reading.unknown)} tensors, such as {next(iter(reading.unknown))}")
     scheme, _ = _program_scheme(reading, program, family)
     alphas = {key: 1.0 for key, name in reading.names.items() if name.tensor == ALPHA}
     plan_conversion(reading, shapes, alphas, {}, scheme, family)

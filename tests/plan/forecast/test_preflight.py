@@ -49,7 +49,7 @@ def with_small_gpu(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
     """Makes this machine a GH200 with little memory."""
     monkeypatch.setattr(
         module,
-        "_device_capacity",
+        "device_capacity",
         lambda device, host: replace(known_machine_capacity("gh200-96"), gpu_bytes=mib << 20),
     )
 

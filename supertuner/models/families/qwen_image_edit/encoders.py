@@ -53,6 +53,9 @@ class QwenEditTextEncoder:
         self.truncated_captions = 0
         """Always 0: the pipeline passes captions of any length to the denoiser."""
 
+    def is_truncated(self, caption: str) -> bool:
+        return False
+
     def encode(self, captions: Sequence[str]) -> list[Tensors]:
         raise ModelError("Qwen-Image-Edit encodes a caption together with its image; use encode_with_images")
 
