@@ -19,6 +19,7 @@ from supertuner.cli import (
     data,
     doctor,
     estimate,
+    init,
     models,
     quickstart,
     run,
@@ -54,7 +55,7 @@ app = typer.Typer(
     add_completion=False,
 )
 for command in (
-    quickstart.quickstart, models.models, train.train, estimate.estimate, data.stage, data.preview,
+    quickstart.quickstart, init.init, models.models, train.train, estimate.estimate, data.stage, data.preview,
     data.sample_data, run.validate, sample.sample, doctor.doctor, doctor.env,
 ):  # fmt: skip
     app.command()(command)
