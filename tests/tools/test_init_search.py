@@ -22,7 +22,7 @@ def forecasts(gpu_gib: float, **more: float) -> Callable[[SettingValues], RunFor
 
     def forecast(settings: SettingValues) -> RunForecast:
         weights = WEIGHTS * GIB // (2 if settings["model.base_weights"] == "int8" else 1)
-        activations = int(settings["train.batch_size"]) * ACTIVATIONS * GIB  # type: ignore[call-overload]
+        activations = int(str(settings["train.batch_size"])) * ACTIVATIONS * GIB
         activations //= 10 if settings["train.gradient_checkpointing"] else 1
         if "datasets[0].resolution" in settings:
             activations //= 2
@@ -44,7 +44,7 @@ def choose(gpu_gib: float, given: tuple[str, ...] = (), **more: float) -> tuple[
         "train.batch_size": 4,
         "train.gradient_accumulation_steps": 1,
     }
-    fixed = {"train.batch_size": 1, "train.gradient_accumulation_steps": 4} if given else {}
+    fixed = {"train.batch_size": 1} if given else {}
     forecast = forecasts(gpu_gib, **more)
     chosen, trials = search_settings(lambda free: forecast({**free, **fixed}), 4, given)
     if chosen is None:
@@ -103,5 +103,4 @@ def test_nothing_is_chosen_where_the_weights_alone_do_not_fit() -> None:
 
 
 def test_a_setting_of_the_user_is_never_changed() -> None:
-    changed, forecast_count = choose(120, ("train.batch_size", "train.gradient_accumulation_steps"))
-    assert changed == {} and forecast_count == 1
+    assert choose(120, ("train.batch_size",)) == ({}, 1)

@@ -44,7 +44,9 @@ def test_the_seed_of_a_validation_gives_its_sample_to_the_bit(
         out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
         parent.printed("sample", source, "--out", str(out))
         assert (out / SAMPLE).read_bytes() == (run / f"samples/step-{step:08d}" / SAMPLE).read_bytes(), source
-    assert (run / "samples/step-00000002" / SAMPLE).read_bytes() != (run / "samples/step-00000004" / SAMPLE).read_bytes()
+    assert (run / "samples/step-00000002" / SAMPLE).read_bytes() != (
+        run / "samples/step-00000004" / SAMPLE
+    ).read_bytes()
 
 
 def test_strength_0_is_the_base_model_and_the_files_of_an_export_give_the_samples_of_the_run(
@@ -106,7 +108,10 @@ def test_a_request_that_cannot_be_met_is_told_with_its_remedy(
         (str(copied), *model, *size): "are both for high_noise",
     }.items():
         code, printed = parent.code_and_output("sample", *arguments)
-        assert code in (1, 2) and problem in " ".join(printed.split()) and "Traceback" not in printed, (arguments, printed)
+        assert code in (1, 2) and problem in " ".join(printed.split()) and "Traceback" not in printed, (
+            arguments,
+            printed,
+        )
 
 
 def test_an_editing_model_needs_an_image_and_edits_it(parent: TrainingForkServer, tmp_path: Path) -> None:

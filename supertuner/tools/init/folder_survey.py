@@ -19,6 +19,8 @@ from supertuner.data.sources.listing import FileSpan, SkippedFile, SourceItem, S
 from supertuner.data.staging.span_reader import read_captions
 from supertuner.plan.forecast.survey import probe_some
 
+DATASET_ID = "0"
+"""Messages about the folder name `datasets[0]`, as in the file."""
 PROMPTS = 3
 """Captions that become validation prompts."""
 CAPTIONS_READ = 24
@@ -67,13 +69,11 @@ def survey_folder(folder: Path, kinds: Sequence[MediaKind], trigger_word: str | 
     folder = Path(os.path.abspath(folder.expanduser()))
     if not folder.exists():
         raise SourceError(f"--data {folder}: there is no such folder; name the folder with your samples")
-    datasets = [DatasetSettings(dataset_type=kind, instance_data_dir=folder) for kind in kinds]
-    listings = [open_source(dataset).list_items() for dataset in datasets]
-    dataset, listing = max(zip(datasets, listings, strict=True), key=lambda pair: len(pair[1].items))
-    wanted = " or ".join(kinds)
+    listings = _list_kinds(folder, kinds)
+    dataset, listing = max(listings, key=lambda pair: len(pair[1].items))
     if not listing.items:
-        notes = "; ".join(dict.fromkeys(note for one in listings for note in one.notes)) or "it is empty"
-        raise SourceError(f"--data {folder}: holds no {wanted} that can be read ({notes})")
+        notes = "; ".join(dict.fromkeys(note for _, one in listings for note in one.notes)) or "it is empty"
+        raise SourceError(f"--data {folder}: holds no {' or '.join(kinds)} that can be read ({notes})")
     facts, broken = probe_some(dataset, open_source(dataset), listing.items)
     if not facts:
         first = f"{broken[0].file}: {broken[0].reason}"
@@ -91,6 +91,21 @@ def survey_folder(folder: Path, kinds: Sequence[MediaKind], trigger_word: str | 
         broken=(*broken, *listing.skipped),
         notes=listing.notes,
     )
+
+
+def _list_kinds(folder: Path, kinds: Sequence[MediaKind]) -> list[tuple[DatasetSettings, SourceListing]]:
+    """The listing of each kind. A table may have columns for one kind only: the others then cannot be listed."""
+    listings: list[tuple[DatasetSettings, SourceListing]] = []
+    problems: list[SourceError] = []
+    for kind in kinds:
+        dataset = DatasetSettings(id=DATASET_ID, dataset_type=kind, instance_data_dir=folder)
+        try:
+            listings.append((dataset, open_source(dataset).list_items()))
+        except SourceError as error:
+            problems.append(error)
+    if not listings:
+        raise problems[0]
+    return listings
 
 
 def _has_caption(item: SourceItem) -> bool:

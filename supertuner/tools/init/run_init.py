@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from supertuner.api.forecasting import estimate_runs
 from supertuner.config.sources.load import LoadedConfig, load_config
 from supertuner.config.sources.render import canonical_tree, render_tree
-from supertuner.core.errors import OptionError, TrainError
+from supertuner.core.errors import ConfigError, OptionError, TrainError
 from supertuner.core.types import MediaKind
 from supertuner.memory.machines import MACHINES
 from supertuner.models.published_models import find_published, models_of_family
@@ -27,7 +27,7 @@ from supertuner.sinks.console import ConsoleSink
 from supertuner.tools.init.commented_yaml import add_comments
 from supertuner.tools.init.folder_survey import FolderSurvey, survey_folder
 from supertuner.tools.init.reasons import search_reasons
-from supertuner.tools.init.search import SettingsTrial, SettingValues, search_settings
+from supertuner.tools.init.search import BASE_WEIGHTS, SettingsTrial, SettingValues, search_settings
 from supertuner.tools.init.settings import WINDOW, ChosenSetting, ModelChoice, settings_from_data, survey_text
 from supertuner.tools.model_list import find_capacity, require_family, weights_fit
 
@@ -72,6 +72,9 @@ def run_init(request: InitRequest, console: ConsoleSink) -> InitResult:
     """Survey, search, write. Raises OptionError, SourceError or ConfigError for wrong arguments, and TrainError if
     nothing fits the machine."""
     require_new_file(request.out)
+    for option, text in (("--data", str(request.data)), ("--trigger-word", request.trigger_word or "a")):
+        if not text.isprintable():
+            raise OptionError(f"{option} {text!r}: a configuration cannot hold these characters; use others")
     model = choose_model(request.family, request.model)
     capacity = find_capacity(request.machine)
     given = {text.partition("=")[0].strip() for text in request.sets}
@@ -90,7 +93,8 @@ def run_init(request: InitRequest, console: ConsoleSink) -> InitResult:
         return estimate_runs([load(changes)], request.machine, console=console)[0]
 
     load({})  # a wrong --set is refused before the first forecast
-    chosen, trials = search_settings(forecast, min(WINDOW, survey.usable), given)
+    fixed = given if _is_valid(load, {BASE_WEIGHTS: "int8"}) else {*given, BASE_WEIGHTS}
+    chosen, trials = search_settings(forecast, min(WINDOW, survey.usable), fixed)
     if chosen is None:
         raise TrainError(_refusal_text(trials, model, capacity))
     loaded = load(chosen.settings)
@@ -99,6 +103,15 @@ def run_init(request: InitRequest, console: ConsoleSink) -> InitResult:
     ordered = [settings[path] for path, _, _ in loaded.iter_settings() if path in settings]
     write_config(request.out, loaded, ordered, chosen.forecast)
     return InitResult(request, survey, tuple(ordered), chosen.forecast)
+
+
+def _is_valid(load: Callable[[SettingValues], LoadedConfig], changes: SettingValues) -> bool:
+    """Whether the settings given allow these changes: 8-bit weights need an adapter, for example."""
+    try:
+        load(changes)
+    except ConfigError:
+        return False
+    return True
 
 
 def choose_model(family: str, path: str | None) -> ModelChoice:

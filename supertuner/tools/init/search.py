@@ -4,7 +4,7 @@
     2  the same with gradient checkpointing, or a plan that recomputes, streams or offloads
     3  8-bit base weights as well
     4  smaller samples as well: what the forecast of 3 suggests
-    5  2 to 4 without samples during training, if only these do not fit: they need encoders and denoisers together
+    5  1 to 4 without samples during training, if only these do not fit: they need encoders and denoisers together
 
 The number of samples per optimizer step is always the same. Pure, but for `forecast`.
 """
@@ -54,7 +54,8 @@ def search_settings(
 ) -> tuple[SettingsTrial | None, list[SettingsTrial]]:
     """The first settings that fit, or None, and everything that was forecast.
 
-    `window` is the number of samples per optimizer step. Settings in `given` are the user's, and are not changed.
+    `window` is the number of samples per optimizer step, unless the user gives a batch size. Settings in `given` are
+    the user's, and are not changed.
     """
     trials: list[SettingsTrial] = []
 
@@ -63,10 +64,11 @@ def search_settings(
         trials.append(SettingsTrial(free, forecast(free)))
         return trials[-1]
 
+    window = 1 if BATCH in given else window
     base: SettingValues = {BASE_WEIGHTS: "as_computed", CHECKPOINTING: False, BATCH: 1, ACCUMULATION: window}
     smallest = trial(base)
     if smallest.keeps_activations:
-        for batch in _larger_batches(smallest.forecast, window) if BATCH not in given else ():
+        for batch in _larger_batches(smallest.forecast, window):
             if (larger := trial({**base, BATCH: batch, ACCUMULATION: window // batch})).keeps_activations:
                 return larger, trials
         return smallest, trials
