@@ -21,7 +21,13 @@ from tests.tools.test_models_command import compute_weights
 
 MACHINES = ("gh200-96", "gb200", "gb10", "h100-80-pcie", "rtx-4090")
 PRESETS: dict[str, tuple[str, ...]] = {
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": ("1", "2", "1", "1+c", ""),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": ("4", "4", "4", "4", "1-s"),
+    "black-forest-labs/FLUX.1-dev": ("2", "4", "2", "1", "1+c+8-s"),
+    "Qwen/Qwen-Image": ("1", "2", "1", "1", "1+c+8-s"),
+    "Qwen/Qwen-Image-Edit": ("1+c", "1", "1+c", "1+c", ""),
     "stabilityai/stable-diffusion-3.5-medium": ("4", "4", "4", "4", "1"),
+    "stabilityai/stable-diffusion-xl-base-1.0": ("4", "4", "4", "4", "2"),
 }
 """Model → for each machine: batch size; "+c": checkpointing, "+8": 8-bit weights, "-s": no samples; "": refused."""
 PAGE = Path(__file__).resolve().parents[2] / "docs/init.md"

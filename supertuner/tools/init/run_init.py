@@ -20,7 +20,7 @@ from supertuner.core.types import MediaKind
 from supertuner.memory.machines import MACHINES
 from supertuner.models.published_models import find_published, models_of_family
 from supertuner.plan.forecast.report import change_text
-from supertuner.plan.forecast.results import MachineCapacity, RunForecast, capacity_text, verdict_text
+from supertuner.plan.forecast.results import FitStatus, MachineCapacity, RunForecast, capacity_text, verdict_text
 from supertuner.plan.forecast.suggestions import FORECAST_ONLY_MACHINES
 from supertuner.plan.forecast.target_machine import THIS_MACHINE
 from supertuner.sinks.console import ConsoleSink
@@ -139,12 +139,18 @@ def write_config(path: Path, loaded: LoadedConfig, settings: list[ChosenSetting]
     text = render_tree(canonical_tree(loaded.provenance, path.absolute().parent), "yaml")
     header = [
         f"{forecast.model} on {capacity_text(forecast.capacity)}, written by `supertuner init`.",
-        verdict_text(forecast),
+        *verdict_lines(forecast),
         "All figures are modelled, not measured. `supertuner estimate` shows the whole forecast.",
     ]
     comments = {one.path: one.reason for one in settings if one.reason}
     with path.open("x", encoding="utf-8") as file:  # "x": never an existing file
         file.write(add_comments(text, comments, header))
+
+
+def verdict_lines(forecast: RunForecast) -> list[str]:
+    """Whether the run fits, and a warning if it does only just."""
+    tight = "warning: it fits only tightly; smaller samples (datasets[0].resolution, frames) are safer"
+    return [verdict_text(forecast), *([tight] if forecast.verdict.fit is FitStatus.TIGHT else [])]
 
 
 def summary_lines(result: InitResult) -> list[str]:
@@ -158,7 +164,7 @@ def summary_lines(result: InitResult) -> list[str]:
     machine = "" if request.machine == THIS_MACHINE else f" --machine {request.machine}"
     out = shlex.quote(str(request.out))
     return [
-        *(*lines, "", verdict_text(result.forecast)),
+        *(*lines, "", *verdict_lines(result.forecast)),
         *("", f"{request.out} is written; next:"),
         f"  supertuner config validate {out}",
         f"  supertuner estimate {out}{machine}",
