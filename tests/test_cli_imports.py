@@ -48,3 +48,9 @@ def test_validating_a_configuration_imports_no_torch(config: Path) -> None:
     done, heavy = run("config", "validate", str(config))
     assert done.returncode == 0, done.stderr
     assert "torch" not in heavy and "numpy" not in heavy
+
+
+def test_listing_models_imports_no_torch() -> None:
+    done, heavy = run("models", "--machine", "gh200-96")
+    assert done.returncode == 0, done.stderr
+    assert "torch" not in heavy

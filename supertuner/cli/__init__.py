@@ -19,6 +19,8 @@ from supertuner.cli import (
     data,
     doctor,
     estimate,
+    init,
+    models,
     quickstart,
     run,
     sample,
@@ -53,8 +55,8 @@ app = typer.Typer(
     add_completion=False,
 )
 for command in (
-    quickstart.quickstart, train.train, estimate.estimate, data.stage, data.preview, data.sample_data, run.validate,
-    sample.sample, doctor.doctor, doctor.env,
+    quickstart.quickstart, init.init, models.models, train.train, estimate.estimate, data.stage, data.preview,
+    data.sample_data, run.validate, sample.sample, doctor.doctor, doctor.env,
 ):  # fmt: skip
     app.command()(command)
 for group in (config, arena, cache, run, checkpoint, adapter, baseline):

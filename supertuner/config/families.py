@@ -152,6 +152,10 @@ FAMILIES: Final[Mapping[str, FamilyRecord]] = {
     ),
 }
 """By our name of the family, in order of preference for adapter files that fit several."""
+FAMILY_BY_PIPELINE: Final[Mapping[str, str]] = {
+    pipeline: name for name, record in FAMILIES.items() for pipeline in record.pipelines
+}
+"""Class name of a diffusers pipeline → family."""
 
 
 def expert_names() -> tuple[str, ...]:

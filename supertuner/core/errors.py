@@ -119,7 +119,7 @@ class ModelError(SuperTunerError):
     """A model is missing, gated, damaged, of another family, or does not suit the data."""
 
 
-class HubUnreachableError(ModelError):
+class ModelUnreachableError(ModelError):
     """The Hugging Face hub does not answer, and the files are not in its cache."""
 
 

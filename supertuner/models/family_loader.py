@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from importlib import import_module
-from typing import Final
 
 from supertuner.config.families import FAMILIES
 from supertuner.core.errors import ModelError
 from supertuner.models.spec import Family
-
-FAMILY_BY_PIPELINE: Final[Mapping[str, str]] = {
-    pipeline: name for name, record in FAMILIES.items() for pipeline in record.pipelines
-}
-"""Class name of a diffusers pipeline → family."""
 
 
 def load_family(name: str | None) -> Family:

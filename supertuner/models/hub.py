@@ -11,7 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import constants, errors, snapshot_download
 
-from supertuner.core.errors import HubUnreachableError, ModelError
+from supertuner.core.errors import ModelError, ModelUnreachableError
 from supertuner.models.spec import ModelSource
 
 
@@ -100,10 +100,10 @@ def _transport_failure(name: str, error: BaseException) -> ModelError:
         if status == 401:
             return ModelError(f"the hub rejects the token in HF_TOKEN for {name}; correct it, or unset it")
         problem = f"the hub answered a request for {name} with status {status}"
-        return HubUnreachableError(f"{problem}; try again later, or use a local folder")
+        return ModelUnreachableError(f"{problem}; try again later, or use a local folder")
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         return ModelError(f"{name} could not be downloaded into the hub's cache: {error.strerror}")
-    return HubUnreachableError(
+    return ModelUnreachableError(
         f"model.path is {name!r}: there is no such folder, and the hub cannot be reached "
         f"({type(error).__name__}); check the network, or download the model elsewhere and set model.path to its folder"
     )

@@ -12,10 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from supertuner.config.families import expert_names
+from supertuner.config.families import FAMILY_BY_PIPELINE, expert_names
 from supertuner.core.errors import ModelError
 from supertuner.models import hub
-from supertuner.models.family_loader import FAMILY_BY_PIPELINE
 from supertuner.models.spec import ModelDescription, ModelSource
 
 ConfigDict: TypeAlias = Mapping[str, Any]

@@ -1,8 +1,9 @@
 """Configs of published models, so that their training step can be forecast without downloading anything.
 
-A table entry holds what the model's config files contain beyond the defaults of its classes. Entries that determine no
-shape (latent statistics, schedules, vocabularies) are left out, so these models can be forecast but not trained. Files
-in a local folder or in the hub's cache take precedence over the table.
+A table entry holds what the model's config files contain beyond the defaults of its classes, and the size of its
+weights. Entries that determine no shape (latent statistics, schedules, vocabularies) are left out, so these models can
+be forecast but not trained. Files in a local folder or in the hub's cache take precedence over the table. Reading the
+table imports no torch.
 """
 
 from __future__ import annotations
@@ -10,16 +11,67 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from supertuner.config.settings.model import ModelSettings
+from supertuner.config.families import FAMILY_BY_PIPELINE
 from supertuner.core.errors import ModelError
-from supertuner.models.family_loader import FAMILY_BY_PIPELINE, load_family
-from supertuner.models.pipeline_files import CONFIG_NAMES, INDEX_NAME
-from supertuner.models.spec import Family, ModelDescription, ModelSource
+
+if TYPE_CHECKING:
+    from supertuner.config.settings.model import ModelSettings
+    from supertuner.models.spec import Family, ModelDescription
+
+ModelTask: TypeAlias = Literal["text to image", "text to video", "image to video", "image editing"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSizes:
+    """Bytes of a model's weights, as training loads them. Computed from the configs, not read from files."""
+
+    denoiser: int
+    """One denoiser in 16 bits; a few layers stay in 32 bits."""
+    denoiser_8bit: int
+    """One denoiser with `model.base_weights: int8`."""
+    encoders: int
+    """Text encoders and VAE in 16 bits; training releases them after encoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedModel:
+    """A model on the hub: its configs and the size of its weights."""
+
+    index: Mapping[str, Any]
+    """Its model_index.json, without the components."""
+    components: Mapping[str, tuple[str, str, Mapping[str, Any]]]
+    """Name of the component → library, class and config."""
+    weights: WeightSizes
+    fps: int = 16
+    """Frames per second of the videos that it makes."""
+
+    @property
+    def family(self) -> str:
+        return FAMILY_BY_PIPELINE[self.index["_class_name"]]
+
+    @property
+    def task(self) -> ModelTask:
+        return _TASKS.get(self.index["_class_name"], "text to image")
+
+    @property
+    def experts(self) -> int:
+        """Its number of denoisers."""
+        return sum(name.startswith(("transformer", "unet")) for name in self.components)
+
+
+def find_published(path: str) -> PublishedModel | None:
+    """The model with this name on the hub, which ignores upper and lower case; None: the table does not have it."""
+    return next((model for name, model in PUBLISHED.items() if name.lower() == path.lower()), None)
+
+
+def models_of_family(family: str) -> dict[str, PublishedModel]:
+    """The models of a family by their names on the hub; the first is the one to start with."""
+    return {name: model for name, model in PUBLISHED.items() if model.family == family}
 
 
 def describe_model(settings: ModelSettings) -> tuple[Family, ModelDescription, str]:
@@ -27,6 +79,9 @@ def describe_model(settings: ModelSettings) -> tuple[Family, ModelDescription, s
 
     Raises ModelError if there are no files and the table does not have the model.
     """
+    from supertuner.models.family_loader import load_family
+    from supertuner.models.spec import ModelSource
+
     family = load_family(settings.family)
     path = settings.path
     if path is None:
@@ -43,19 +98,22 @@ def describe_model(settings: ModelSettings) -> tuple[Family, ModelDescription, s
             model = family.read_model(ModelSource(path, settings.revision, offline=True))
             origin = f"the config files of {path} in the hub's cache"
         except ModelError as error:
-            if (entry := PUBLISHED.get(path.lower())) is None:
+            if (published := find_published(path)) is None:
                 raise ModelError(_unknown_model_message(path, family.name)) from error
-            model = _read_published(family, entry)
+            model = _read_published(family, published)
             origin = "the built-in table of published models; nothing was downloaded"
     return family, replace(model, source=ModelSource(path, without_weights=True)), origin
 
 
-def _read_published(family: Family, entry: Mapping[str, Any]) -> ModelDescription:
+def _read_published(family: Family, published: PublishedModel) -> ModelDescription:
     """The family's own reader, on a temporary folder with the configs of the table."""
+    from supertuner.models.pipeline_files import CONFIG_NAMES, INDEX_NAME
+    from supertuner.models.spec import ModelSource
+
     with tempfile.TemporaryDirectory() as temp_dir:
         folder = Path(temp_dir)
-        components: Mapping[str, tuple[str, str, Mapping[str, Any]]] = entry["parts"]
-        index = {**entry["index"], **{name: [library, kind] for name, (library, kind, _) in components.items()}}
+        components = published.components
+        index = {**published.index, **{name: [library, kind] for name, (library, kind, _) in components.items()}}
         (folder / INDEX_NAME).write_text(json.dumps(index))
         for name, (_, _, config) in components.items():
             (folder / name).mkdir()
@@ -64,16 +122,18 @@ def _read_published(family: Family, entry: Mapping[str, Any]) -> ModelDescriptio
 
 
 def _unknown_model_message(path: str, family: str) -> str:
-    names = [name for name, entry in PUBLISHED.items() if FAMILY_BY_PIPELINE[entry["index"]["_class_name"]] == family]
+    names = {name.lower(): name for name in models_of_family(family)}
     guess = get_close_matches(path.lower(), names, n=1, cutoff=0.85)
-    known = f"the built-in table has these models of {family}: {', '.join(names)}"
-    hint = f"did you mean {guess[0]}?" if guess else known
+    known = f"the built-in table has these models of {family}: {', '.join(names.values())}"
+    hint = f"did you mean {names[guess[0]]}?" if guess else known
     return (
         f"model.path is {path!r}: there is no such folder, it is not in the hub's cache, and {hint}; a folder with the "
         "config files of its components is enough for a forecast"
     )
 
 
+_Pipeline: TypeAlias = tuple[Mapping[str, Any], Mapping[str, tuple[str, str, Mapping[str, Any]]]]
+"""The index and the components of a `PublishedModel`."""
 _WAN: Final = {"num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824}
 _WAN_5B: Final = {
     "num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 14336,
@@ -142,16 +202,16 @@ def _pipeline(
     vae: tuple[str, Mapping[str, Any]],
     text_encoders: Sequence[tuple[str, Mapping[str, Any], str]],
     scheduler: tuple[str, Mapping[str, Any]] = ("FlowMatchEulerDiscreteScheduler", {}),
-) -> Mapping[str, Any]:
+) -> _Pipeline:
     """`text_encoders`: class, config, and class of the tokenizer."""
     parts = {name: ("diffusers", *part) for name, part in {**denoisers, "vae": vae, "scheduler": scheduler}.items()}
     for suffix, (encoder, config, tokenizer) in zip(("", "_2", "_3"), text_encoders, strict=False):
         parts[f"text_encoder{suffix}"] = ("transformers", encoder, config)
         parts[f"tokenizer{suffix}"] = ("transformers", tokenizer, {})
-    return {"index": index, "parts": parts}
+    return index, parts
 
 
-def _wan(kind: str, denoiser: Mapping[str, Any], vae: Mapping[str, Any], **index: Any) -> Mapping[str, Any]:
+def _wan(kind: str, denoiser: Mapping[str, Any], vae: Mapping[str, Any], **index: Any) -> _Pipeline:
     experts = ("transformer", "transformer_2") if index.get("boundary_ratio") else ("transformer",)
     return _pipeline(
         {"_class_name": kind, **index},
@@ -162,7 +222,7 @@ def _wan(kind: str, denoiser: Mapping[str, Any], vae: Mapping[str, Any], **index
     )
 
 
-def _flux(guidance_embeds: bool) -> Mapping[str, Any]:
+def _flux(guidance_embeds: bool) -> _Pipeline:
     return _pipeline(
         {"_class_name": "FluxPipeline"},
         {"transformer": ("FluxTransformer2DModel", {"guidance_embeds": guidance_embeds})},
@@ -171,7 +231,7 @@ def _flux(guidance_embeds: bool) -> Mapping[str, Any]:
     )
 
 
-def _sd35(denoiser: Mapping[str, Any]) -> Mapping[str, Any]:
+def _sd35(denoiser: Mapping[str, Any]) -> _Pipeline:
     return _pipeline(
         {"_class_name": "StableDiffusion3Pipeline"},
         {"transformer": ("SD3Transformer2DModel", denoiser)},
@@ -186,21 +246,21 @@ _QWEN: Final = _pipeline(
     ("AutoencoderKLQwenImage", {}),
     [("Qwen2_5_VLForConditionalGeneration", _QWEN_VL, "Qwen2Tokenizer")],
 )
-_QWEN_EDIT: Final = {
-    "index": {"_class_name": "QwenImageEditPipeline"},
-    "parts": {**_QWEN["parts"], "processor": ("transformers", "Qwen2VLProcessor", {})},
-}
+_QWEN_EDIT: Final = (
+    {"_class_name": "QwenImageEditPipeline"},
+    {**_QWEN[1], "processor": ("transformers", "Qwen2VLProcessor", {})},
+)
 _T2V, _I2V = "WanPipeline", "WanImageToVideoPipeline"
-PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = {
-    "wan-ai/wan2.2-t2v-a14b-diffusers": _wan(_T2V, _WAN, {}, boundary_ratio=0.875),
-    "wan-ai/wan2.2-i2v-a14b-diffusers": _wan(_I2V, {**_WAN, "in_channels": 36}, {}, boundary_ratio=0.9),
-    "wan-ai/wan2.2-ti2v-5b-diffusers": _wan(_T2V, _WAN_5B, _WAN_VAE_5B, expand_timesteps=True),
-    "wan-ai/wan2.1-t2v-14b-diffusers": _wan(_T2V, _WAN, {}),
-    "wan-ai/wan2.1-t2v-1.3b-diffusers": _wan(_T2V, _WAN_1B, {}),
-    "qwen/qwen-image": _QWEN,
-    "qwen/qwen-image-edit": _QWEN_EDIT,
-    "black-forest-labs/flux.1-dev": _flux(guidance_embeds=True),
-    "black-forest-labs/flux.1-schnell": _flux(guidance_embeds=False),
+_PIPELINES: Final[Mapping[str, _Pipeline]] = {
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": _wan(_T2V, _WAN, {}, boundary_ratio=0.875),
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": _wan(_I2V, {**_WAN, "in_channels": 36}, {}, boundary_ratio=0.9),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": _wan(_T2V, _WAN_5B, _WAN_VAE_5B, expand_timesteps=True),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": _wan(_T2V, _WAN, {}),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _wan(_T2V, _WAN_1B, {}),
+    "Qwen/Qwen-Image": _QWEN,
+    "Qwen/Qwen-Image-Edit": _QWEN_EDIT,
+    "black-forest-labs/FLUX.1-dev": _flux(guidance_embeds=True),
+    "black-forest-labs/FLUX.1-schnell": _flux(guidance_embeds=False),
     "stabilityai/stable-diffusion-3.5-medium": _sd35(_SD35_MEDIUM),
     "stabilityai/stable-diffusion-3.5-large": _sd35(_SD35_LARGE),
     "stabilityai/stable-diffusion-xl-base-1.0": _pipeline(
@@ -211,4 +271,32 @@ PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = {
         ("EulerDiscreteScheduler", {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}),
     ),
 }
-"""Name on the hub in lower case → its index and the configs of its components."""
+"""Name on the hub → its index and the configs of its components. The first of a family is the one to start with."""
+_WAN_14B_BYTES: Final = (28_636_399_744, 14_597_462_144, 11_615_605_734)
+_QWEN_BYTES: Final = (40_860_802_176, 20_504_132_736, 16_838_119_046)
+_WEIGHTS: Final = {
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": _WAN_14B_BYTES,
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": (28_637_218_944, 14_598_281_344, 11_615_605_734),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (10_022_570_368, 5_121_532_288, 12_771_198_008),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": _WAN_14B_BYTES,
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (2_845_296_768, 1_456_729_728, 11_615_605_734),
+    "Qwen/Qwen-Image": _QWEN_BYTES,
+    "Qwen/Qwen-Image-Edit": _QWEN_BYTES,
+    "black-forest-labs/FLUX.1-dev": (23_802_816_640, 11_983_763_584, 9_938_382_254),
+    "black-forest-labs/FLUX.1-schnell": (23_782_357_120, 11_963_304_064, 9_938_382_254),
+    "stabilityai/stable-diffusion-3.5-medium": (4_939_327_872, 2_723_022_720, 11_328_882_198),
+    "stabilityai/stable-diffusion-3.5-large": (16_292_561_536, 8_291_986_816, 11_328_882_198),
+    "stabilityai/stable-diffusion-xl-base-1.0": (5_134_927_368, 2_916_820_168, 1_802_749_598),
+}
+"""The values of `WeightSizes`; a test builds the models on the meta device and compares."""
+_TASKS: Final[Mapping[str, ModelTask]] = {
+    _T2V: "text to video",
+    _I2V: "image to video",
+    "QwenImageEditPipeline": "image editing",
+}
+_FPS: Final = {"Wan-AI/Wan2.2-TI2V-5B-Diffusers": 24}
+PUBLISHED: Final[Mapping[str, PublishedModel]] = {
+    name: PublishedModel(index, components, WeightSizes(*_WEIGHTS[name]), _FPS.get(name, 16))
+    for name, (index, components) in _PIPELINES.items()
+}
+"""By name on the hub."""

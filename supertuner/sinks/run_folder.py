@@ -72,6 +72,7 @@ class RunFolder:
         self._lock_handle = _acquire_lock(path)
         try:
             _refuse_foreign_folder(path)
+            _refuse_linked_folders(path)
             self._begin_run(name, config)
             self._decisions = self._load_records(DECISIONS_FILE, read_decisions)
             self._set_aside_keys = set(map(_set_aside_key, self._load_records(SET_ASIDE_FILE, read_set_aside)))
@@ -228,6 +229,17 @@ def _write_error(path: Path, error: OSError) -> RunFolderError:
     where = error.filename or path
     remedy = "remove it" if error.errno == errno.ELOOP else "free space, or choose another run.output_dir"
     return RunFolderError(f"{where} cannot be written: {error.strerror}; {remedy}")
+
+
+def _refuse_linked_folders(path: Path) -> None:
+    """RunFolderError if a folder of the run, or one inside it, is a link: what the run writes would be elsewhere."""
+    for entry in (
+        *path.iterdir(),
+        *(inner for folder in path.iterdir() if folder.is_dir() for inner in folder.iterdir()),
+    ):
+        if entry.is_symlink() and entry.is_dir():
+            problem = f"{entry} is a link to another folder, and links are not followed for writing"
+            raise RunFolderError(f"{problem}; replace it by the folder, or move the whole run with run.output_dir")
 
 
 def _refuse_foreign_folder(path: Path) -> None:

@@ -304,6 +304,21 @@ def test_the_original_error_is_raised_even_if_the_records_cannot_be_synced(tmp_p
     RunFolder(tmp_path / "run", "run", config()).close()
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "exports", "samples", "tensorboard", "tensorboard/train"])
+def test_a_linked_folder_inside_the_run_is_refused_and_nothing_is_written_there(tmp_path: Path, name: str) -> None:
+    with RunFolder(tmp_path / "run", "cats", config()):
+        pass
+    foreign, link = tmp_path / "foreign", tmp_path / "run" / name
+    foreign.mkdir()
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(foreign)
+    with pytest.raises(RunFolderError, match=rf"{name} is a link to another folder.*run.output_dir"):
+        RunFolder(tmp_path / "run", "cats", config())
+    assert not list(foreign.iterdir())
+    link.unlink()
+    RunFolder(tmp_path / "run", "cats", config()).close()
+
+
 @pytest.mark.parametrize("name", [".lock", "events.jsonl", "set_aside.jsonl"])
 def test_a_link_inside_the_folder_is_not_followed_for_writing(tmp_path: Path, name: str) -> None:
     with RunFolder(tmp_path / "run", "cats", config()):

@@ -24,7 +24,7 @@ from supertuner.data.ordering.sample_order import draws_per_epoch
 from supertuner.data.probe import probe
 from supertuner.data.probe.media_info import MediaInfo
 from supertuner.data.sources import open_source
-from supertuner.data.sources.listing import DataSource, FileSpan, SourceItem, SourceListing
+from supertuner.data.sources.listing import DataSource, FileSpan, SkippedFile, SourceItem, SourceListing
 from supertuner.data.staging import budget as fit
 from supertuner.data.staging.span_reader import read_span
 from supertuner.plan.forecast.dataset_sizes import BucketCount, CaptionTotals, DatasetSize
@@ -83,24 +83,40 @@ def _assume_largest_bucket(dataset: DatasetSettings, samples: int | None) -> Sur
 
 def _inspect_files(dataset: DatasetSettings, source: DataSource) -> SurveyResult:
     listing = source.list_items()
-    inspected = _pick_evenly(listing.items)
-    facts = [one for item in inspected if (one := _probe_item(item, source, dataset)) is not None]
-    bucket_counts, scale = _count_buckets(dataset, facts, len(listing.items), len(inspected))
+    facts, broken = probe_some(dataset, source, listing.items)
+    inspected_count = len(facts) + len(broken)
+    bucket_counts, scale = _count_buckets(dataset, facts, len(listing.items), inspected_count)
     root = dataset.instance_data_dir
     if not bucket_counts:
         bucket = largest_bucket(bucket_table(dataset))
         return (BucketCount(bucket, 0),), None, None, f"{root} holds no {dataset.dataset_type} that fits a bucket"
     stored = sum(fit.stored_bytes(item.nbytes) for item in listing.items)
     stored += fit.overhead_bytes(len(listing.items), listing.key_bytes(), listing.caption_bytes(), 1)
-    how = "all were read" if scale == 1 else f"{len(inspected)} of them were read"
+    how = "all were read" if scale == 1 else f"{inspected_count} of them were read"
     explanation = f"{len(listing.items):,} files in {root}; {how}"
-    staged = round(stored * len(facts) / max(1, len(inspected)))
+    staged = round(stored * len(facts) / max(1, inspected_count))
     return bucket_counts, staged, _count_captions(dataset, listing), explanation
 
 
 def largest_bucket(buckets: Sequence[Bucket]) -> Bucket:
     """The bucket with the largest volume, which takes the most to encode and to train."""
     return max(buckets, key=lambda bucket: (prod(bucket.shape), bucket))
+
+
+def probe_some(
+    dataset: DatasetSettings, source: DataSource, items: Sequence[SourceItem]
+) -> tuple[list[MediaInfo], list[SkippedFile]]:
+    """The sizes of up to `MAX_FILES_READ` items, spread evenly over the listing; and those of them that are broken,
+    which staging will set aside."""
+    facts: list[MediaInfo] = []
+    broken: list[SkippedFile] = []
+    for item in _pick_evenly(items):
+        try:
+            content = read_span(item.media) if isinstance(item.media, FileSpan) else source.read_row(item.media)
+            facts.append(probe(content, dataset.dataset_type))
+        except BrokenMediaError as error:
+            broken.append(SkippedFile(item.name, str(error)))
+    return facts, broken
 
 
 def _pick_evenly(items: Sequence[SourceItem]) -> list[SourceItem]:
@@ -114,15 +130,6 @@ def _pick_evenly(items: Sequence[SourceItem]) -> list[SourceItem]:
             break
         picked.append(item)
     return picked
-
-
-def _probe_item(item: SourceItem, source: DataSource, dataset: DatasetSettings) -> MediaInfo | None:
-    """The media's size; None: the file is broken, and staging will skip it."""
-    try:
-        content = read_span(item.media) if isinstance(item.media, FileSpan) else source.read_row(item.media)
-        return probe(content, dataset.dataset_type)
-    except BrokenMediaError:
-        return None  # `supertuner stage` reports what is wrong with it
 
 
 def _count_buckets(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from supertuner.config.settings.run_config import RunConfig
-from supertuner.core.errors import HubUnreachableError, ModelError
+from supertuner.core.errors import ModelError, ModelUnreachableError
 from supertuner.core.events import Progress
 from supertuner.core.types import bytes_text
 from supertuner.models import hub
@@ -50,7 +50,7 @@ def find_model(config: RunConfig, folder: Path) -> ModelFindings:
             commit = f", revision {revision[:12]}" if revision is not None else ""
             findings.checks.append(good(GROUP, "model.path", f"{findings.model.title}, {path}{commit}"))
             return findings
-        except HubUnreachableError as error:
+        except ModelUnreachableError as error:
             finding = str(error).partition("; ")[0]
             remedy = f"run `hf download {path}` where there is a network, or try again; the trial goes on without it"
             findings.checks.append(warning(GROUP, "model.path", finding, remedy))
@@ -93,7 +93,7 @@ def _pending_bytes(model: ModelDescription, component: str) -> int | None:
     """Bytes that must be downloaded for a component; None: the hub cannot be asked."""
     try:
         return 0 if model.source.offline else pending_download_bytes(model.source, (component,))
-    except HubUnreachableError:
+    except ModelUnreachableError:
         return None
 
 
@@ -125,7 +125,7 @@ def check_captions(
     try:
         tokenizing = replace(findings.model, source=source)
         encoder = family.build_text_encoder(tokenizing, torch.device("cpu"), torch.float32)
-    except HubUnreachableError as error:
+    except ModelUnreachableError as error:
         yield from_error(GROUP, "tokenizers", error, CheckStatus.WARNING)
         return
     except ModelError as error:

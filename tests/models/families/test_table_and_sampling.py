@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from supertuner.config.families import FAMILIES, target_presets_of
+from supertuner.config.families import FAMILIES, FAMILY_BY_PIPELINE, target_presets_of
 from supertuner.core.errors import ModelError
 from supertuner.models.families.sampling_common import eval_with_autocast
-from supertuner.models.family_loader import FAMILY_BY_PIPELINE, load_family
+from supertuner.models.family_loader import load_family
 
 CPU = torch.device("cpu")
 

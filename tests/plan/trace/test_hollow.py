@@ -11,19 +11,18 @@ from supertuner.config.settings.run_config import RunConfig
 from supertuner.core.errors import ModelError
 from supertuner.models import loading
 from supertuner.models.blocks import named_blocks
-from supertuner.models.family_loader import FAMILY_BY_PIPELINE
 from supertuner.models.published_models import PUBLISHED, describe_model
 from supertuner.plan.trace.encoder_shapes import EncoderShapeProbe, without_weights
 from tests.models.families.pipelines import WrittenPipeline
 
 BILLIONS = {
-    "wan-ai/wan2.2-t2v-a14b-diffusers": {"transformer": 14.29, "vae": 0.127, "text_encoder": 5.68},
-    "wan-ai/wan2.2-i2v-a14b-diffusers": {"transformer": 14.29, "transformer_2": 14.29},
-    "wan-ai/wan2.2-ti2v-5b-diffusers": {"transformer": 5.00, "vae": 0.705},
-    "wan-ai/wan2.1-t2v-1.3b-diffusers": {"transformer": 1.42},
-    "qwen/qwen-image": {"transformer": 20.43, "text_encoder": 8.29},
-    "qwen/qwen-image-edit": {"transformer": 20.43},
-    "black-forest-labs/flux.1-dev": {"transformer": 11.90, "text_encoder": 0.123, "text_encoder_2": 4.76},
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": {"transformer": 14.29, "vae": 0.127, "text_encoder": 5.68},
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": {"transformer": 14.29, "transformer_2": 14.29},
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": {"transformer": 5.00, "vae": 0.705},
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": {"transformer": 1.42},
+    "Qwen/Qwen-Image": {"transformer": 20.43, "text_encoder": 8.29},
+    "Qwen/Qwen-Image-Edit": {"transformer": 20.43},
+    "black-forest-labs/FLUX.1-dev": {"transformer": 11.90, "text_encoder": 0.123, "text_encoder_2": 4.76},
     "stabilityai/stable-diffusion-3.5-medium": {"transformer": 2.24, "text_encoder_2": 0.695},
     "stabilityai/stable-diffusion-3.5-large": {"transformer": 8.06},
     "stabilityai/stable-diffusion-xl-base-1.0": {"unet": 2.567, "vae": 0.0837},
@@ -77,7 +76,7 @@ def test_probed_text_shapes_are_those_of_the_longest_caption(written: WrittenPip
 
 @pytest.mark.parametrize("name", BILLIONS)
 def test_a_published_model_has_the_published_number_of_parameters(name: str) -> None:
-    family = FAMILY_BY_PIPELINE[PUBLISHED[name]["index"]["_class_name"]]
+    family = PUBLISHED[name].family
     _, model, known = describe_model(ModelSettings.model_validate({"family": family, "path": name}))
     assert "nothing was downloaded" in known
     for part, billions in BILLIONS[name].items():
@@ -87,9 +86,7 @@ def test_a_published_model_has_the_published_number_of_parameters(name: str) -> 
 
 def test_every_published_model_is_read_by_its_family() -> None:
     for name, known in PUBLISHED.items():
-        family, model, _ = describe_model(
-            ModelSettings.model_validate({"family": FAMILY_BY_PIPELINE[known["index"]["_class_name"]], "path": name})
-        )
+        family, model, _ = describe_model(ModelSettings.model_validate({"family": known.family, "path": name}))
         assert model.source.without_weights and model.source.path == name
         for expert in model.experts:
             assert named_blocks(loading.build_meta_module(model, expert.component)), name
@@ -100,7 +97,7 @@ def test_every_published_model_is_read_by_its_family() -> None:
 
 def test_the_error_for_an_unknown_name_suggests_a_similar_one() -> None:
     settings = ModelSettings(family="flux", path="black-forest-labs/FLUX.1-dew")
-    with pytest.raises(ModelError, match=r"did you mean black-forest-labs/flux\.1-dev"):
+    with pytest.raises(ModelError, match=r"did you mean black-forest-labs/FLUX\.1-dev"):
         describe_model(settings)
 
 

@@ -1,0 +1,1 @@
+"""`supertuner init`: from a folder of samples and a machine to a commented configuration that the forecast chose."""
