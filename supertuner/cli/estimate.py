@@ -53,7 +53,7 @@ def estimate(  # many parameters: one parameter per option
 ) -> None:
     """Forecast CONFIG: memory of every phase, disk, time, changes that make it fit. No weights, GPU or network needed.
 
-    All figures are modelled. The first forecast of a large model takes a minute; later ones reuse its trace.
+    All figures are modelled. The first forecast of a large model takes half a minute; later ones reuse its trace.
     """
     from supertuner.sinks.console import ConsoleSink
     from supertuner.tools import estimate as tool

@@ -45,7 +45,7 @@ class _KnownResult:
 
 
 class FakeResultCache:
-    """Calls operators, from memory where it can. All fake tensors must be of one mode."""
+    """Calls operators, from memory where it can. The results do not depend on the mode of the fake tensors."""
 
     def __init__(self) -> None:
         self._results: dict[Any, _KnownResult | None] = {}
@@ -94,9 +94,9 @@ class FakeResultCache:
 class FakeResultMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, operators on fake tensors come from memory where they can; nothing is recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, results: FakeResultCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._results = FakeResultCache()
+        self._results = results
 
     def __torch_dispatch__(
         self, func: Operator, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

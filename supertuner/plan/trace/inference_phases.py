@@ -98,7 +98,7 @@ def trace_sampling(
         expert_states = [training_step.build_fake_expert_state(config, family, model, one, mode) for one in experts]
         with mode:
             denoisers = _build_denoisers(config, family, model, expert_states)
-            with FakeResultMode():
+            with FakeResultMode(device.results):
                 for expert_state in expert_states:
                     _prime_optimizer(expert_state)
             for name, module in denoisers.items():

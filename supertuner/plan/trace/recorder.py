@@ -11,7 +11,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, Final, TypeAlias
@@ -52,6 +52,8 @@ class TracedDevice:
     """`cuda`, `cpu`."""
     alignment_bytes: int = 1
     """Every tensor occupies a multiple of this many bytes."""
+    results: FakeResultCache = field(default_factory=FakeResultCache, repr=False, compare=False)
+    """Known results of operators, which all traces for the device share."""
 
     def emulate_dispatch(self) -> AbstractContextManager[None]:
         """Inside, operators on fake CPU tensors dispatch as on this device."""
@@ -104,7 +106,6 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open_span: _OpenSpan | None = None
         self._engine_use_counts: tuple[int, int, int] | None = None
         self._library_workspaces: list[int] = []
-        self._results = FakeResultCache()
         self.backward_starts: list[int] = []
         """For each micro-batch, the tick at which its backward pass began."""
         self.block_inputs: list[tuple[int, int]] = []
@@ -216,7 +217,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten._local_scalar_dense.default:
             return _placeholder_value(args[0])  # fake tensors have no values: the step continues with an ordinary one
         if func.namespace == "prim":  # queries
-            return self._results.call(func, args, kwargs, ())
+            return self.device.results.call(func, args, kwargs, ())
         block_number, step_pass = self._current_block_and_pass()
         span = self._open_span
         if span is None or (span.block_number, span.step_pass) != (block_number, step_pass):
@@ -228,7 +229,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return inputs[0]
         buffers = self.device.operator_workspaces(func, args, kwargs)
         workspaces = [self._record_birth(nbytes, block_number) for nbytes in buffers]
-        result = self._results.call(func, args, kwargs, inputs)
+        result = self.device.results.call(func, args, kwargs, inputs)
         outputs = tensors_in(result)
         allocates = False
         for tensor in outputs:

@@ -45,14 +45,15 @@ def results_of_all_operators(base: torch.Tensor) -> list[Any]:
 
 def test_results_from_memory_have_the_layout_and_storage_of_real_ones() -> None:
     real = results_of_all_operators(torch.zeros(3, 4, 6))
-    with FakeTensorMode(), FakeResultMode() as mode:
+    cache = FakeResultCache()
+    with FakeTensorMode(), FakeResultMode(cache):
         fake = results_of_all_operators(torch.zeros(3, 4, 6))
     assert fake == real
-    assert any(known is not None for known in mode._results._results.values())
+    assert any(known is not None for known in cache._results.values())
 
 
 def test_an_operator_that_changes_its_input_is_not_remembered() -> None:
-    with FakeTensorMode(), FakeResultMode():
+    with FakeTensorMode(), FakeResultMode(FakeResultCache()):
         one, other = torch.zeros(4), torch.zeros(4)
         assert one.add_(1) is one and other.add_(1) is other
 
