@@ -51,8 +51,8 @@ def estimate(
 ) -> RunForecast:
     """Forecast the memory, disk and time of a run on a machine.
 
-    The run's steps are traced on fake tensors. The first forecast of a large model takes about half a minute; traces are
-    cached below `run.output_dir`, so that later forecasts take seconds; so is the forecast itself, so that the same
+    The run's steps are traced on fake tensors. The first forecast of a large model takes half a minute. Traces are
+    cached below `run.output_dir`, so that later forecasts take seconds. The forecast is stored as well: the same
     question again is answered at once.
 
     Args:
