@@ -26,7 +26,7 @@ def sample(
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, help="The first random seed. Default: the seeds of the run's validation.", metavar="N"),
+        typer.Option(min=0, help="The first random seed. Default: those of the run's validation.", metavar="N"),
     ] = None,
     count: Annotated[
         int | None, typer.Option(min=1, help="Samples per prompt, with seeds from --seed (or 0) on.", metavar="N")

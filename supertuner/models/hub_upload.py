@@ -107,7 +107,7 @@ def commit_files(
     repository: HubRepository, files: Mapping[str, Path | bytes], message: str, timeout_s: float = STALL_TIMEOUT_S
 ) -> bool:
     """Upload files, by their names in the repository, as one commit. Returns whether there is a new commit: if all of
-    them are there already, there is none. HubError if somebody else changed the repository since it was opened."""
+    them are there already, there is none. HubError if another client changed the repository since it was opened."""
     with _explain_errors(repository.name, timeout_s):
         done = _api().create_commit(
             repository.name,

@@ -34,7 +34,7 @@ ALL_DOUBLED: Final = 2 * MAX_CODE + 1
 TOLERANCE: Final = 0.01
 """The largest relative deviation of a start rate, and of a rate that changes its lattice."""
 DOUBLED_LEVELS: Final = math.ceil(0.5 / TOLERANCE)
-"""So many units above zero, half a unit is within the tolerance."""
+"""At this many units above zero, half a unit is within the tolerance."""
 ROUNDING: Final = 1e-9
 """Numbers of units that differ from whole ones by less than this, because of rounding, count as whole."""
 

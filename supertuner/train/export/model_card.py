@@ -1,7 +1,7 @@
 """The model card of a pushed adapter: YAML for the hub, and text for people. Pure.
 
 The last line of a card holds a digest of the lines above it, so that a later push can tell its own card from one that
-somebody wrote or edited.
+a user wrote or edited.
 """
 
 from __future__ import annotations
