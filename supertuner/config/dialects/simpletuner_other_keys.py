@@ -101,7 +101,7 @@ SIMPLETUNER_OTHER_KEYS = (
     *ignored_keys(SIMPLETUNER, ADAPTER_START, "init_lokr_norm lora_init_type", off=_default("default")),
     *ignored_keys(
         SIMPLETUNER,
-        "has no effect: init_lora sets only the first values of the adapter; steps and averages start from the beginning",
+        "has no effect: init_lora sets only the first values of the adapter; steps and averages start from zero",
         "init_lora_ema init_lora_step",
     ),
     *ignored_keys(
