@@ -64,4 +64,4 @@ pip install -qq -c constraints.txt -e '.[train,dev,docs]'
 
 echo "$TORCH" > "$venv/.supertuner-torch"
 echo "$digest" > "$stamp"
-echo "setup: done"
+echo "setup: done; \`. $venv/bin/activate\` makes \`supertuner\` a command of this terminal"

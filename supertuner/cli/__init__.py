@@ -40,7 +40,7 @@ TRAIN_EXTRA_MODULES = frozenset(
 """The modules of the packages of the extra `train` in pyproject.toml; a test compares the two."""
 
 OPTION_BY_PARAMETER = {
-    "overwrite": "--force",
+    **dict.fromkeys(("force", "overwrite"), "--force"),
     "prompts": "--prompt",
     "seeds": "--seed",
     **{name: f"--{name}" for name in ("base", "expert", "family", "machine", "out", "partial", "strength")},

@@ -152,10 +152,11 @@ FAMILIES: Final[Mapping[str, FamilyRecord]] = {
     ),
 }
 """By our name of the family, in order of preference for adapter files that fit several."""
-FAMILY_BY_PIPELINE: Final[Mapping[str, str]] = {
-    pipeline: name for name, record in FAMILIES.items() for pipeline in record.pipelines
-}
-"""Class name of a diffusers pipeline → family."""
+
+
+def family_by_pipeline() -> dict[str, str]:
+    """Class name of a diffusers pipeline → family."""
+    return {pipeline: name for name, record in FAMILIES.items() for pipeline in record.pipelines}
 
 
 def expert_names() -> tuple[str, ...]:

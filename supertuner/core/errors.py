@@ -10,7 +10,7 @@
     │   └── TooManyBrokenFilesError  more files were set aside than `max_broken_share` allows
     ├── BrokenMediaError             the content of one file is broken; the file is set aside
     ├── ModelError                   a model is missing, gated, damaged, of another family, or does not suit the data
-    │   └── HubUnreachableError      the hub does not answer, and the files are not in its cache
+    │   └── ModelUnreachableError    the hub does not answer, and the files are not in its cache
     ├── CacheError                   a cache of encoded samples cannot be built or is not valid
     ├── MemoryEngineError            this machine does not support a requested memory feature: overflow, hints
     ├── TrainError                   training cannot start or continue

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from supertuner.config.families import FAMILY_BY_PIPELINE, expert_names
+from supertuner.config.families import expert_names, family_by_pipeline
 from supertuner.core.errors import ModelError
 from supertuner.models import hub
 from supertuner.models.spec import ModelDescription, ModelSource
@@ -206,10 +206,10 @@ def _local_folder(source: ModelSource) -> Path | None:
 
 
 def _require_family(source: ModelSource, pipeline_class: str, family: str) -> None:
-    matching_family = FAMILY_BY_PIPELINE.get(pipeline_class)
+    matching_family = family_by_pipeline().get(pipeline_class)
     if matching_family == family:
         return
-    accepted = ", ".join(name for name, other in FAMILY_BY_PIPELINE.items() if other == family)
+    accepted = ", ".join(name for name, other in family_by_pipeline().items() if other == family)
     remedy = f'set model.family to "{matching_family}"' if matching_family else f"{family} takes {accepted}"
     raise ModelError(f"{source.path} is a {pipeline_class}, but model.family is {family!r}; {remedy}")
 

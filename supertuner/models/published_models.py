@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from supertuner.config.families import FAMILY_BY_PIPELINE
+from supertuner.config.families import family_by_pipeline
 from supertuner.core.errors import ModelError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class PublishedModel:
 
     @property
     def family(self) -> str:
-        return FAMILY_BY_PIPELINE[self.index["_class_name"]]
+        return family_by_pipeline()[self.index["_class_name"]]
 
     @property
     def task(self) -> ModelTask:

@@ -25,6 +25,9 @@ from supertuner.sinks.run_folder import RUN_FILE
 from supertuner.sinks.saved_config import flatten_settings
 from supertuner.sinks.training_events import StepRecord
 
+DEFAULT_RUNS_FOLDER = Path("runs")
+"""Where runs are unless `run.output_dir` is set."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
@@ -132,6 +135,8 @@ def open_run(path: str | os.PathLike[str]) -> RunReader:
     if not (path / RUN_FILE).is_file():
         runs = ", ".join(run.name for run in find_runs(path)[:5])
         hint = f"; there are runs below it: {runs}" if runs else ""
+        if (DEFAULT_RUNS_FOLDER / path / RUN_FILE).is_file():
+            hint = f"; did you mean {DEFAULT_RUNS_FOLDER / path}?"
         raise RunFolderError(f"{path} is not a run folder: it has no {RUN_FILE}{hint}")
     run = run_folder.read_run_object(path / RUN_FILE)
     return RunReader(path, str(run.get("name")), str(run.get("begun")), str(run.get("config_file")))

@@ -97,7 +97,7 @@ def require_few_broken(
         lines = _broken_lines(set_aside, len(set_aside))
         raise TooManyBrokenFilesError(f"{name} is strict and {count} broken:\n{lines}\n{remedy}")
     if share > dataset.max_broken_share:
-        remedy = f"repair or remove them, or allow it: {key_path}.max_broken_share={_rounded_up(share)}"
+        remedy = f"repair or remove them, or set {key_path}.max_broken_share={_rounded_up(share)}"
         allowed = f"{share:.1%}, at most {dataset.max_broken_share:.1%} are allowed"
         broken, lines = f"{len(set_aside)} of {total} files are broken", _broken_lines(set_aside, _MAX_LISTED)
         raise TooManyBrokenFilesError(f"{name}: {broken} ({allowed}):\n{lines}\n{remedy}")

@@ -87,8 +87,8 @@ def refusal_text(forecast: RunForecast) -> str:
     lines = [verdict_text(forecast), *(f"  {change}" for change in changes)]
     if len(lines) > 1:
         lines.insert(1, "any one of these changes would make it fit:")
-    end = "`supertuner estimate` prints the whole forecast; to start anyway: force, or forecast.refuse: false"
-    return "\n".join([*lines, end])
+    full = "`supertuner estimate CONFIG --machine this` prints the whole forecast"
+    return "\n".join([*lines, f"{full}; to start anyway: `force`, or forecast.refuse: false"])
 
 
 def device_capacity(device: torch.device, host: HostFacts) -> MachineCapacity:

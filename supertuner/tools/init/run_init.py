@@ -161,13 +161,12 @@ def summary_lines(result: InitResult) -> list[str]:
         if one.reason:
             lines.append(f"{one.path}: {json.dumps(one.value, ensure_ascii=False)}")
             lines += [f"    {line}" for line in one.reason.split("\n")]
-    machine = "" if request.machine == THIS_MACHINE else f" --machine {request.machine}"
     out = shlex.quote(str(request.out))
     return [
         *(*lines, "", *verdict_lines(result.forecast)),
         *("", f"{request.out} is written; next:"),
         f"  supertuner config validate {out}",
-        f"  supertuner estimate {out}{machine}",
+        f"  supertuner estimate {out} --machine {request.machine}",
         f"  supertuner train {out} --try",
         f"  supertuner train {out}",
     ]

@@ -132,7 +132,8 @@ def survey_text(survey: FolderSurvey) -> str:
     text = f"{survey.files:,} {noun}, {captions_text(survey)}"
     if survey.broken:
         first = f"{survey.broken[0].file}: {survey.broken[0].reason}"
-        text += f"; {len(survey.broken)} of the files that were read are broken and will be set aside ({first})"
+        remedy = "remove them: a run sets few files aside, and stops at many (max_broken_share)"
+        text += f"; {len(survey.broken)} of the files that were read are broken ({first}); {remedy}"
     return text
 
 

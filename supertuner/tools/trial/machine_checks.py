@@ -143,7 +143,7 @@ class BackgroundForecast:
     """A forecast by `supertuner estimate` in a process of its own, which ends with the block."""
 
     def __init__(self, config: Path, sets: Sequence[str], machine: str | None) -> None:
-        command = [sys.executable, "-m", "supertuner", "estimate", str(config), "--json"]
+        command = [sys.executable, "-P", "-m", "supertuner", "estimate", str(config), "--json"]
         command += ["--machine", machine] if machine else []
         command += [word for one in sets for word in ("--set", one)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -100,7 +100,10 @@ def _weight_files(file: AdapterFile, source: ModelSource, components: Mapping[st
 def adapter_files_in(folder: Path) -> tuple[Path, ...]:
     """The adapter files in a folder that does not belong to a run; none if it is a run folder or part of one."""
     is_step_of_run = parse_checkpoint_name(folder.name) is not None and (folder.parent.parent / RUN_FILE).is_file()
-    return () if is_step_of_run or (folder / RUN_FILE).is_file() else _own_files(folder)
+    if is_step_of_run or (folder / RUN_FILE).is_file():
+        return ()
+    by_program = [tuple(sorted(folder.glob(f"*{suffix}"))) for suffix in CONVERTED_SUFFIXES]
+    return next((files for files in (_own_files(folder), *by_program) if files), ())
 
 
 def is_run_source(source: str) -> bool:

@@ -221,7 +221,7 @@ def load_start_image(path: Path, model: ModelDescription) -> NDArray[np.uint8]:
 
 
 def _captioned_samples(
-    corpus: Corpus, model: ModelDescription, image: NDArray[np.uint8] | None
+    corpus: Corpus, model: ModelDescription, image: NDArray[np.uint8] | None = None
 ) -> Iterator[samples.CaptionedSample]:
     """The first samples in the order of training, with captions, and with a start image if the model needs one:
     `image`, or one of the data.

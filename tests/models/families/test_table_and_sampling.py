@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from supertuner.config.families import FAMILIES, FAMILY_BY_PIPELINE, target_presets_of
+from supertuner.config.families import FAMILIES, family_by_pipeline, target_presets_of
 from supertuner.core.errors import ModelError
 from supertuner.models.families.sampling_common import eval_with_autocast
 from supertuner.models.family_loader import load_family
@@ -23,8 +23,8 @@ def test_every_family_of_the_table_exists_under_its_name() -> None:
 
 
 def test_every_pipeline_of_the_table_exists_in_diffusers_and_has_a_family() -> None:
-    assert all(hasattr(diffusers, name) for name in FAMILY_BY_PIPELINE)
-    assert set(FAMILY_BY_PIPELINE.values()) == set(FAMILIES)
+    assert all(hasattr(diffusers, name) for name in family_by_pipeline())
+    assert set(family_by_pipeline().values()) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", ["wan", None])
