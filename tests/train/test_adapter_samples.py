@@ -67,6 +67,13 @@ def test_strength_0_is_the_base_model_and_the_files_of_an_export_give_the_sample
     )
     assert np.abs(pixels(tmp_path / "from-files" / SAMPLE) - trained).max() <= 2  # merged instead of attached
 
+    parent.printed("adapter", "export", str(run), "--for", "comfyui")
+    parent.printed(
+        *("sample", str(run / "exports/comfyui"), "--prompt", "a red square", *sets, *device),
+        *("--out", str(tmp_path / "from-comfyui")),
+    )
+    assert np.abs(pixels(tmp_path / "from-comfyui" / SAMPLE) - trained).max() <= 2
+
 
 def test_every_prompt_is_sampled_with_every_seed_into_a_new_folder(parent: TrainingForkServer, run: Path) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and "events" not in path.name}
